@@ -15,7 +15,9 @@ from engine.scheduler import Plan, Scheduler, SchedulerConfig, SequenceGroup, St
 Stop = Callable[[SequenceGroup, int], bool]
 
 
-def world(gpu: int, cpu: int = 0, bs: int = 4, t: int | None = None, s: int | None = None, length: int = 1 << 20, **more):
+def world(
+    gpu: int, cpu: int = 0, bs: int = 4, t: int | None = None, s: int | None = None, length: int = 1 << 20, **more
+):
     """A scheduler with these capacities: blocks, block size, token budget, sequences, max_model_len."""
     if t is None and not more.get("enable_chunked_prefill", True):
         t = max(length, 64)
@@ -126,7 +128,8 @@ def check(s: Scheduler) -> None:
         lengths = computed(g)
         size = c.block_size
         if g.status is Status.WAITING:
-            assert g.held == 0 and not any(g.tables)
+            assert g.held == 0
+            assert not any(g.tables)
         if g.status is Status.SWAPPED:
             assert all(len(g.tables[b]) == -(-n // size) for b, n in lengths.items())
         if g.status is Status.RUNNING:
@@ -135,7 +138,8 @@ def check(s: Scheduler) -> None:
             if not g.forked or g.deficit > g.live:  # behind: it holds what it knows until it has caught up
                 assert all(len(g.tables[b]) == -(-g.known // size) for b in g.branches)
     behind = [g for g in [*s.running, *s.swapped] if not g.forked or g.deficit > g.live]
-    assert len(behind) <= 1 and (not behind or behind[0] is [*s.running, *s.swapped][-1])
+    assert len(behind) <= 1
+    assert (not behind or behind[0] is [*s.running, *s.swapped][-1])
 
 
 def check_plan(s: Scheduler, plan: Plan) -> None:
@@ -176,7 +180,10 @@ class Run:
         if between:
             between(plan)
         stopped = {
-            (row.group.request_id, b) for row in plan.scheduled for b in row.draws if self.stop and self.stop(row.group, b)
+            (row.group.request_id, b)
+            for row in plan.scheduled
+            for b in row.draws
+            if self.stop and self.stop(row.group, b)
         }
         for group in self.s.update(plan, stopped):
             assert group.request_id not in self.ended, "a group left twice"
@@ -199,9 +206,14 @@ class Run:
 
 def assert_empty(s: Scheduler) -> None:
     """Nothing is left of anything."""
-    assert not s.running and not s.swapped and not s.waiting and not s.groups and not s._aborting
+    assert not s.running
+    assert not s.swapped
+    assert not s.waiting
+    assert not s.groups
+    assert not s._aborting
     for pool in (s.blocks.gpu, s.blocks.cpu):
-        assert sorted(pool.free) == list(range(pool.capacity)) and not any(pool.refs)
+        assert sorted(pool.free) == list(range(pool.capacity))
+        assert not any(pool.refs)
 
 
 def random_world(rng: random.Random) -> Scheduler:

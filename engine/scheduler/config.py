@@ -83,3 +83,9 @@ class SchedulerConfig:
         """max_num_seqs, resolved."""
         assert self.max_num_seqs is not None
         return self.max_num_seqs
+
+    @property
+    def mode(self) -> PreemptionMode | None:
+        """preemption_mode, resolved: None lets each group's width decide."""
+        assert not isinstance(self.preemption_mode, str)
+        return self.preemption_mode

@@ -30,7 +30,9 @@ class DuplicateError(RefusedError):
     """A request with this id is unfinished."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"request id {request_id!r} is in use by an unfinished request; choose another", "duplicate_id")
+        super().__init__(
+            f"request id {request_id!r} is in use by an unfinished request; choose another", "duplicate_id"
+        )
 
 
 class ProtocolError(SchedulerError, RuntimeError):

@@ -150,7 +150,7 @@ class Phases:
 
         Recompute is open only while nothing is swapped: else the victim would fall behind groups junior to it.
         """
-        mode = victim.prefers(self.config.preemption_mode)
+        mode = victim.prefers(self.config.mode)
         if self.swapped:
             mode = PreemptionMode.SWAP
         if mode is PreemptionMode.SWAP and not self._make_room(self.blocks.swap_size(victim), step):
@@ -175,7 +175,7 @@ class Phases:
         self.waiting.appendleft(victim)
 
     def _make_room(self, size: Int, step: Step) -> bool:
-        """Demote the most junior swapped groups until `size` CPU blocks are free; False if even all of them won't do."""
+        """Demote the most junior swapped groups until `size` CPU blocks are free; False if that takes more than all."""
         while self.swapped and size > self.blocks.cpu_free:
             self._demote(step)
         return bool(size <= self.blocks.cpu_free)

@@ -88,7 +88,15 @@ class Plan:
         return {
             "step": self.step,
             "scheduled": [
-                (row.group.request_id, row.branch, row.start, row.end, list(row.block_table), list(row.slots), row.draws)
+                (
+                    row.group.request_id,
+                    row.branch,
+                    row.start,
+                    row.end,
+                    list(row.block_table),
+                    list(row.slots),
+                    row.draws,
+                )
                 for row in self.scheduled
             ],
             "blocks_to_swap_out": list(self.blocks_to_swap_out),

@@ -17,6 +17,7 @@ from engine.scheduler.errors import DuplicateError, ProtocolError, RefusedError
 from engine.scheduler.phases import Phases, Step
 from engine.scheduler.plan import Action, Plan, ScheduledSequence
 from engine.scheduler.sequence import SequenceGroup, Status
+from spec.logic import Int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Scheduler(Phases):
         self._note("add", group)
         return group
 
-    def _fit(self, group: SequenceGroup) -> int:
+    def _fit(self, group: SequenceGroup) -> Int:
         """The group's max_tokens under max_model_len, and under the pool if it named none."""
         limit = self.config.max_model_len
         if group.prompt_len < 1:
@@ -92,13 +93,13 @@ class Scheduler(Phases):
         peak = self.blocks.peak(group.prompt_len, group.n, tokens)
         if peak > capacity:
             raise RefusedError(
-                f"the request (prompt {group.prompt_len}, n {group.n}, max_tokens {tokens}) alone needs {peak} KV cache "
-                f"blocks but the pool has {capacity}: it could never run to its end",
+                f"the request (prompt {group.prompt_len}, n {group.n}, max_tokens {tokens}) alone needs {peak} KV "
+                f"cache blocks but the pool has {capacity}: it could never run to its end",
                 "num_gpu_blocks",
             )
         return tokens
 
-    def _most_tokens(self, group: SequenceGroup, limit: int) -> int:
+    def _most_tokens(self, group: SequenceGroup, limit: Int) -> Int:
         """The largest max_tokens up to `limit` with which the group alone fits the pool, at least 1.
 
         Peak: p//BS + n * (ceil((p + m - 1) / BS) - p//BS) blocks; solved for m.

@@ -168,5 +168,3 @@ class SequenceGroup:
         if mode is not None:
             return mode
         return PreemptionMode.RECOMPUTE if self.live == 1 else PreemptionMode.SWAP
-
-
