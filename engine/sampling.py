@@ -1,7 +1,7 @@
 """How a request wants its tokens chosen and when it wants to stop.
 
-A `SamplingParams` that exists is valid: every field is checked when it is made, so that no value can be found bad inside
-the engine's loop, where it would harm its neighbours.  What depends on the model is checked by
+A `SamplingParams` that exists is valid: every field is checked when it is made, so that no value can be found bad
+inside the engine's loop, where it would harm its neighbours.  What depends on the model is checked by
 `SamplingParams.check_against_vocabulary`.
 """
 
@@ -197,7 +197,10 @@ _FLAGS = (
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # an integer of too many digits, or a caller's own class
+        return f"a value of type {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -1,0 +1,264 @@
+"""Choose the next token of every row of logits.  What a row gets depends on that row alone.
+
+A draw is a function of (seed, branch, position) and the row's distribution, whatever else is in the batch: no generator
+has a state.  For every token i a 64-bit counter hash gives a uniform u_i, and the token drawn is
+
+    argmax over i of   x_i / temperature + g_i,     g_i = -log(-log(u_i))
+
+which has exactly the distribution softmax(x / temperature) (the Gumbel-max trick: Gumbel 1954; Maddison, Tarlow and
+Minka 2014, "A* Sampling").  Truncation only takes tokens out of the race.  There is no sum over the vocabulary in the
+race, so the result does not depend on the order in which a batch is added up; and noise of size e in the scores changes
+a draw only where the best two are closer than 2e, which has a probability of the order of e.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.request import Sampled
+from engine.sampling import check_token_ids
+
+if TYPE_CHECKING:
+    from engine.request import RequestState
+    from engine.sampling import SamplingParams
+
+    Draw = tuple[RequestState, int]
+
+_CHUNK = 1 << 18  # logits drawn at a time: float64 temporaries of 2 MB stay in a CPU's cache
+_NUCLEUS = 1024  # most likely tokens sorted before the whole row is: a nucleus is rarely larger
+
+
+class SamplingError(RuntimeError):
+    """No token can be drawn for this row: its logits are broken, or the request's own parameters made them so."""
+
+
+GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number: SplitMix64's step
+
+
+def mix64(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014; constants by Stafford), elementwise on int64, wrapping.
+
+    x ^= x >>> 30;  x *= 0xBF58476D1CE4E5B9;  x ^= x >>> 27;  x *= 0x94D049BB133111EB;  x ^= x >>> 31
+    """
+    shifted = (x >> 30).bitwise_and_(0x3_FFFF_FFFF)  # the mask makes the arithmetic shift a logical one
+    x = x ^ shifted
+    x *= -0x40A7B892E31B1A47  # the constants above as signed numbers
+    x ^= torch.bitwise_right_shift(x, 27, out=shifted).bitwise_and_(0x1F_FFFF_FFFF)
+    x *= -0x6B2FB644ECCEEE15
+    x ^= torch.bitwise_right_shift(x, 31, out=shifted).bitwise_and_(0x1_FFFF_FFFF)
+    return x
+
+
+def draw_keys(seeds: Tensor, branches: Tensor, positions: Tensor) -> Tensor:
+    """One 64-bit key for each draw.  All arguments and the result are (R,) int64."""
+    key = mix64(seeds + GOLDEN)
+    key = mix64(key + (branches + 1) * GOLDEN)
+    return mix64(key + (positions + 1) * GOLDEN)
+
+
+def uniforms(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """u (R, K) float64 in (0, 1) for keys (R, 1) and token ids (K,) or (R, K): the id-th output of a SplitMix64.
+
+    52 bits and a half: neither 0 nor 1 can occur, so that both logarithms of the Gumbel variate are finite.
+    """
+    bits = mix64(keys + (token_ids + 1) * GOLDEN)
+    return (bits >> 12).bitwise_and_(0xF_FFFF_FFFF_FFFF).double().add_(0.5).mul_(2.0**-52)
+
+
+def draw(scores: Tensor, keys: Tensor) -> Tensor:
+    """Token ids (R,) drawn from softmax(scores) for scores (R, V) float64 and keys (R,).  -inf is never drawn."""
+    token_ids = torch.arange(scores.shape[1], device=scores.device)
+    noise = uniforms(keys[:, None], token_ids).log_().neg_().log_().neg_()
+    return noise.add_(scores).argmax(dim=-1)
+
+
+def keep_most_likely(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`scores` (R, V) float64 with -inf for all but the `top_k` most likely and, of these, the `top_p` nucleus.
+
+    top_k: (R,) int64 from 1 to V.  top_p: (R,) float64 in (0, 1]; the nucleus is the smallest set of most likely tokens
+    whose share of the probability of the top_k is at least top_p (Holtzman et al. 2020, section 3.1).  Among equal
+    scores the lower ids stay.
+    """
+    vocab_size = scores.shape[1]
+    top = scores.max(dim=-1, keepdim=True).values
+    wide = top_k >= vocab_size
+    total = torch.full_like(top_p, math.inf)
+    if wide.any():
+        total[wide] = (scores[wide] - top[wide]).exp_().cumsum(dim=-1)[:, -1]  # cumsum adds each row on its own
+    most = min(vocab_size, max(_NUCLEUS, int(torch.where(wide, 1, top_k).max())))
+    for size in (most, vocab_size):
+        best = scores.topk(size, dim=-1).values
+        mass = (best - top).exp_().cumsum(dim=-1)
+        if (~wide | (mass[:, -1] >= top_p * total)).all():
+            break
+    whole = torch.where(wide, total, mass.gather(1, top_k.clamp(max=size)[:, None] - 1)[:, 0])
+    nucleus = (mass < (top_p * whole)[:, None]).sum(dim=-1) + 1
+    count = torch.where(top_p < 1, torch.minimum(nucleus, top_k), top_k)
+    inside = count < vocab_size
+    last = best.gather(1, count.clamp(max=size)[:, None] - 1)  # the score of the least likely token that stays
+    above = scores > last
+    equal = scores == last
+    places = count[:, None] - above.sum(dim=-1, keepdim=True)
+    keep = above | (equal & (equal.cumsum(dim=-1) <= places)) | ~inside[:, None]
+    return scores.masked_fill(~keep, -math.inf)
+
+
+class Sampler:
+    """Draws for the rows of one batch.
+
+    vocab_size: V, the number of logits in a row.
+    eos_token_ids: the model's end-of-sequence tokens, masked below `min_tokens`.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] | frozenset[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(sorted(eos_token_ids))
+        check_token_ids("eos_token_ids", self.eos_token_ids, vocab_size)
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | Exception]:
+        """One draw, or the error of this row alone, for each row.
+
+        logits: (R, V) floating point, one row for each draw; left unchanged.
+        draws: (request, branch) of each row.  The position of a draw is the number of tokens its branch has generated.
+
+        The steps, in this order: logits processors, allowed ids, logit bias; min_tokens mask; repetition, presence and
+        frequency penalty; temperature; top_k, top_p, min_p; draw.  Logprobs are those of `logits` as they came.
+        """
+        if logits.shape != (len(draws), self.vocab_size):
+            raise ValueError(f"logits have shape {tuple(logits.shape)}, expected {(len(draws), self.vocab_size)}")
+        if not draws:
+            return []
+        logits = logits.float()
+        params = [request.params for request, _ in draws]
+        raw = torch.log_softmax(logits, dim=-1)
+        work, errors = self._edited(logits, draws)
+        tokens = work.argmax(dim=-1)  # the first of equals
+        best = work.gather(1, tokens[:, None])[:, 0]
+        random = [r for r, p in enumerate(params) if not p.is_greedy and r not in errors]
+        for chunk in _chunks(random, max(1, _CHUNK // self.vocab_size)):
+            rows = torch.tensor(chunk, device=work.device)
+            tokens[rows] = self._drawn(work[rows], [draws[r] for r in chunk])
+        logprobs = raw.gather(1, tokens[:, None])[:, 0]
+        results: list[Sampled | Exception] = []
+        columns = zip(tokens.tolist(), logprobs.tolist(), best.tolist(), params, strict=True)
+        for r, (token_id, logprob, top, p) in enumerate(columns):
+            if r in errors:
+                results.append(errors[r])
+            elif math.isnan(logprob):
+                results.append(SamplingError("the model's logits are not finite"))
+            elif not math.isfinite(top):
+                results.append(SamplingError("no token can be drawn: every logit is -inf, or one is NaN or +inf"))
+            elif p.logprobs is None:
+                results.append(Sampled(token_id, logprob))
+            else:
+                results.append(_with_top(raw[r], token_id, logprob, p.logprobs))
+        return results
+
+    def _edited(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, dict[int, Exception]]:
+        """Logits after everything that comes before temperature, and the errors of logits processors by row."""
+        errors: dict[int, Exception] = {}
+        work = logits
+        for r, (request, branch) in enumerate(draws):
+            params = request.params
+            output = request.outputs[branch]
+            masked = len(output) < params.min_tokens
+            if not (masked or params.edits_logits):
+                continue
+            if work is logits:
+                work = logits.clone()
+            try:
+                self._edit(work[r], logits[r], request, output)
+            except SamplingError as error:
+                errors[r] = error
+                continue
+            if masked:
+                work[r, [*self.eos_token_ids, *params.stop_token_ids]] = -math.inf
+            _penalize(work[r], params, request.prompt_token_ids, output)
+        return work, errors
+
+    def _edit(self, row: Tensor, original: Tensor, request: RequestState, output: list[int]) -> None:
+        """Logits processors, allowed ids and bias, in place on `row` (V,)."""
+        params = request.params
+        if params.logits_processors:
+            row.copy_(self._processed(original.clone(), params, output))
+        if params.allowed_token_ids is not None:
+            allowed = torch.tensor(params.allowed_token_ids, device=row.device)
+            kept = row[allowed]
+            row.fill_(-math.inf)[allowed] = kept
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=row.device)
+            row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
+
+    def _processed(self, row: Tensor, params: SamplingParams, output: list[int]) -> Tensor:
+        for i, processor in enumerate(params.logits_processors or ()):
+            try:
+                row = processor(list(output), row)
+            except Exception as error:
+                message = f"logits processor {i} raised {type(error).__name__}: {error}"
+                raise SamplingError(message) from error
+            if not isinstance(row, Tensor) or row.shape != (self.vocab_size,):
+                shown = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
+                raise SamplingError(f"logits processor {i} returned {shown}, not a tensor ({self.vocab_size},)")
+        return row
+
+    def _drawn(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        """Token ids (R,) drawn from logits (R, V) under temperature and truncation."""
+        params = [request.params for request, _ in draws]
+        device = logits.device
+        scores = logits.double()
+        scores /= torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)[:, None]
+        cut = [r for r, p in enumerate(params) if p.top_p < 1 or 0 < p.top_k < self.vocab_size]
+        if cut:
+            top_k = [params[r].top_k if params[r].top_k > 0 else self.vocab_size for r in cut]
+            rows = torch.tensor(cut, device=device)
+            scores[rows] = keep_most_likely(
+                scores[rows],
+                torch.tensor(top_k, device=device).clamp_(max=self.vocab_size),
+                torch.tensor([params[r].top_p for r in cut], dtype=torch.float64, device=device),
+            )
+        if any(p.min_p > 0 for p in params):
+            least = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
+            floor = (
+                scores.max(dim=-1, keepdim=True).values
+                + torch.tensor(least, dtype=scores.dtype, device=device)[:, None]
+            )
+            scores.masked_fill_(scores < floor, -math.inf)
+        seeds, branches, positions = (
+            torch.tensor(column, device=device)
+            for column in zip(*((q.seed, b, len(q.outputs[b])) for q, b in draws), strict=True)
+        )
+        return draw(scores, draw_keys(seeds, branches, positions))
+
+
+def _penalize(row: Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> None:
+    """Penalties in place on `row` (V,): repetition over prompt and output, the others over the output alone."""
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*prompt, *output}), device=row.device)
+        values = row[seen]
+        penalty = params.repetition_penalty
+        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if output and (params.presence_penalty or params.frequency_penalty):
+        seen, counts = torch.tensor(output, device=row.device).unique(return_counts=True)
+        row[seen] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _with_top(row: Tensor, token_id: int, logprob: float, count: int) -> Sampled:
+    """The draw with its rank and the `count` most likely tokens of `row` (V,): log-probabilities."""
+    rank = int((row > logprob).sum()) + 1
+    top: list[tuple[int, float]] = []
+    if count:
+        count = min(count, row.numel())
+        least = row.topk(count).values[-1]
+        ids = (row >= least).nonzero()[:, 0]
+        pairs = zip(ids.tolist(), row[ids].tolist(), strict=True)
+        top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]
+    return Sampled(token_id, logprob, top, rank)
+
+
+def _chunks(items: list[int], size: int) -> list[list[int]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
