@@ -10,11 +10,6 @@ from torch import Tensor
 BlockPair = tuple[int, int]
 
 
-def slot_of(block_table: Sequence[int], position: int, block_size: int) -> int:
-    """The slot of a token: its block, times the size of a block, plus its place inside."""
-    return block_table[position // block_size] * block_size + position % block_size
-
-
 def check_pairs(pairs: Sequence[BlockPair], num_sources: int, num_targets: int, move: str) -> None:
     """Every source and target lies in its pool and no target is named twice.
 

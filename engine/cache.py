@@ -1,0 +1,70 @@
+"""The paged KV cache: one pool of blocks on the device, one in host memory, and the moves between them.
+
+Block ids are the scheduler's.  Nothing here decides anything; a move outside a pool is an error before it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from engine.scheduler.plan import BlockPair
+from kernels.copy_blocks import copy_blocks
+from kernels.swap_blocks import swap_blocks
+
+
+def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes, keys and values of all layers."""
+    return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of every layer, in blocks of `block_size` tokens.
+
+    device_pool, host_pool: (layers, 2, blocks, block_size, kv_heads, head_dim), keys at 0 and values at 1 of the
+        second dimension.  The host pool is the swap area; it is pinned when the device is a GPU.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Raises ValueError for negative counts or an empty block; torch's own error when memory does not suffice."""
+        if num_gpu_blocks < 0 or num_cpu_blocks < 0 or block_size < 1:
+            raise ValueError(f"KV cache of {num_gpu_blocks} GPU and {num_cpu_blocks} CPU blocks of {block_size} tokens")
+        self.num_layers = config.num_layers
+        self.num_gpu_blocks = num_gpu_blocks
+        self.num_cpu_blocks = num_cpu_blocks
+        self.block_size = block_size
+        self.bytes_per_block = bytes_per_block(config, block_size, dtype)
+        place = torch.device(device)
+        inner = (block_size, config.num_kv_heads, config.head_dim)
+        self.device_pool = torch.zeros((config.num_layers, 2, num_gpu_blocks, *inner), dtype=dtype, device=place)
+        self.host_pool = torch.zeros(
+            (config.num_layers, 2, num_cpu_blocks, *inner), dtype=dtype, pin_memory=place.type == "cuda"
+        )
+        self._layers = [(layer[0], layer[1]) for layer in self.device_pool]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer on the device, each (blocks, block_size, kv_heads, head_dim)."""
+        return self._layers[index]
+
+    def swap_out(self, pairs: Sequence[BlockPair]) -> None:
+        """Copy (GPU block, CPU block) pairs to the host.  Raises IndexError, naming the id, before anything moves."""
+        swap_blocks(self.device_pool, self.host_pool, pairs, "swap out")
+
+    def swap_in(self, pairs: Sequence[BlockPair]) -> None:
+        """Copy (CPU block, GPU block) pairs to the device.  Raises IndexError, naming the id, before anything moves."""
+        swap_blocks(self.host_pool, self.device_pool, pairs, "swap in")
+
+    def copy(self, pairs: Sequence[BlockPair]) -> None:
+        """Copy (GPU block, GPU block) pairs, all reads before any write.  Raises IndexError likewise."""
+        copy_blocks(self.device_pool, pairs)
