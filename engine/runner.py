@@ -110,9 +110,7 @@ class ModelRunner:
         )
 
 
-def draws_of(
-    scheduled: list[ScheduledSequence], requests: Mapping[str, RequestState]
-) -> tuple[list[Draw], list[int]]:
+def draws_of(scheduled: list[ScheduledSequence], requests: Mapping[str, RequestState]) -> tuple[list[Draw], list[int]]:
     """Who draws in this step, and for each draw the index of its row's last token in the flat batch."""
     draws: list[Draw] = []
     rows: list[int] = []

@@ -130,7 +130,9 @@ def _hf_rope(config: Mapping[str, Any], where: str) -> RopeConfig:
     factor = _require(scaling, "factor", f"{where}, rope scaling", float)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
-    numbers = [_require(scaling, key, f"{where}, rope scaling", float) for key in ("low_freq_factor", "high_freq_factor")]
+    numbers = [
+        _require(scaling, key, f"{where}, rope scaling", float) for key in ("low_freq_factor", "high_freq_factor")
+    ]
     original = _require(scaling, "original_max_position_embeddings", f"{where}, rope scaling")
     return RopeConfig(theta, kind, factor, *numbers, original)
 
@@ -148,7 +150,9 @@ def config_from_hf(
         found = ", ".join(names) or f"none named (model_type {config.get('model_type')!r})"
         _refuse(True, where, f"architecture {found}", ", ".join(SUPPORTED_ARCHITECTURES))
     quantization = config.get("quantization_config")
-    _refuse(bool(quantization), where, "quantization_config", "weights in float32, float16 or bfloat16, or a .gguf file")
+    _refuse(
+        bool(quantization), where, "quantization_config", "weights in float32, float16 or bfloat16, or a .gguf file"
+    )
     hidden, heads = _require(config, "hidden_size", where), _require(config, "num_attention_heads", where)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     common: dict[str, Any] = {
@@ -249,5 +253,7 @@ def config_from_gguf(
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
         sliding_window=part.get("attention.sliding_window"),
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=_token_ids(metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")),
+        eos_token_ids=_token_ids(
+            metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")
+        ),
     )

@@ -61,7 +61,9 @@ class LlamaModel:
             return torch.cat([weights.take(f"{start}{name}.weight", (n, c.hidden_size)) for name, n in rows.items()])
 
         def bias(wanted: bool, start: str, rows: dict[str, int]) -> Tensor | None:
-            return torch.cat([weights.take(f"{start}{name}.bias", (n,)) for name, n in rows.items()]) if wanted else None
+            return (
+                torch.cat([weights.take(f"{start}{name}.bias", (n,)) for name, n in rows.items()]) if wanted else None
+            )
 
         halves = {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}
         return _Layer(

@@ -43,7 +43,9 @@ class OPTModel:
         c, start = config, "model.decoder."
         vocabulary = (c.vocab_size, c.embed_size)
         self.embedding = weights.take(start + "embed_tokens.weight", vocabulary)
-        self.positions = weights.take(start + "embed_positions.weight", (c.max_position + POSITION_OFFSET, c.hidden_size))
+        self.positions = weights.take(
+            start + "embed_positions.weight", (c.max_position + POSITION_OFFSET, c.hidden_size)
+        )
         self.project_in = self.project_out = None
         if c.embed_size != c.hidden_size:
             self.project_in = weights.take(start + "project_in.weight", (c.hidden_size, c.embed_size))

@@ -33,6 +33,8 @@ POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)  # what a slot holds that was never wr
 _FIRST = np.uint64(0xBF58_476D_1CE4_E5B9)
 _SECOND = np.uint64(0x94D0_49BB_1331_11EB)
 _STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
+MAX_LAYERS = 64
+_LAYER = _STEP * np.arange(1, MAX_LAYERS + 1, dtype=np.uint64)
 
 
 def _mix(values: Hashes) -> Hashes:
@@ -43,7 +45,7 @@ def _mix(values: Hashes) -> Hashes:
 
 
 def _entry(contents: Hashes, positions: Hashes, layer: int) -> Hashes:
-    return _mix(_mix(contents + _STEP * np.uint64(layer + 1)) + positions * _STEP)
+    return _mix(_mix(contents + _LAYER[layer]) + positions * _STEP)
 
 
 def _chain(entries: Hashes, positions: Hashes) -> Hashes:
@@ -85,6 +87,9 @@ class OracleRunner:
         num_layers: int = 1,
         favourites: Favourites | None = None,
     ) -> None:
+        """Raises ValueError unless there are 1 to MAX_LAYERS layers."""
+        if not 1 <= num_layers <= MAX_LAYERS:
+            raise ValueError(f"num_layers is {num_layers}; 1 to {MAX_LAYERS} are possible")
         self.vocab_size = vocab_size
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks

@@ -46,7 +46,9 @@ class Weights:
         if tensor is None:
             raise ModelLoadError(f"{self.where} has no tensor '{name}' (shape {list(shape)})")
         if tuple(tensor.shape) != shape:
-            raise ModelLoadError(f"{self.where}: tensor '{name}' has shape {list(tensor.shape)}, expected {list(shape)}")
+            raise ModelLoadError(
+                f"{self.where}: tensor '{name}' has shape {list(tensor.shape)}, expected {list(shape)}"
+            )
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ModelLoadError(
                 f"{self.where}: tensor '{name}' holds {tensor.dtype}; supported are float32, float16, bfloat16, float64"
@@ -98,7 +100,15 @@ class DirectoryWeights(Weights):
             if path.suffix == ".safetensors":
                 return safe_open(path, framework="pt", device="cpu")
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        except (
+            SafetensorError,
+            pickle.UnpicklingError,
+            RuntimeError,
+            EOFError,
+            OSError,
+            ValueError,
+            KeyError,
+        ) as error:
             raise ModelLoadError(
                 f"{path} is damaged, truncated or holds something else than plain tensors: {error}"
             ) from error
