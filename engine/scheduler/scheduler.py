@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from engine.scheduler.blocks import BlockManager
+from engine.scheduler.blocks import BlockCounts, BlockManager
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.errors import DuplicateError, ProtocolError, RefusedError
 from engine.scheduler.phases import Phases, Step
@@ -32,11 +32,16 @@ class QueueCounts:
 
 
 class Scheduler(Phases):
-    """Strict order of seniority over a paged KV cache with a swap area."""
+    """Strict order of seniority over a paged KV cache with a swap area.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    blocks: keeps the tables; a proof brings one that only counts.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockCounts | None = None) -> None:
         self.config = config
-        self.blocks = BlockManager(config.block_size, config.num_gpu_blocks, config.num_cpu_blocks)
+        if blocks is None:
+            blocks = BlockManager(config.block_size, config.num_gpu_blocks, config.num_cpu_blocks)
+        self.blocks = blocks
         self.running: deque[SequenceGroup] = deque()
         self.swapped: deque[SequenceGroup] = deque()
         self.waiting: deque[SequenceGroup] = deque()

@@ -120,7 +120,7 @@ class SequenceGroup:
 
         Branches sample only together, so a piece that does not finish the group stops before the last token of each.
         """
-        keep = self.live if self.forked else 0
+        keep = pick(self.forked, self.live, 0)
         return pick(budget >= self.deficit, self.deficit, least(budget, self.deficit - keep))
 
     def forget(self) -> None:
