@@ -1,0 +1,40 @@
+"""lawful: an LLM inference engine whose scheduler obeys laws.
+
+    from engine import LLM, SamplingParams
+
+    llm = LLM("smollm2-135m")
+    print(llm.chat([{"role": "user", "content": "What is the capital of France?"}])[0].outputs[0].text)
+
+Names are imported on first use, so that `engine.scheduler` can be used without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.config import EngineArgs
+    from engine.core import EngineCore
+    from engine.llm import LLM
+    from engine.outputs import CompletionOutput, RequestOutput
+    from engine.sampling import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "engine.llm",
+    "EngineArgs": "engine.config",
+    "EngineCore": "engine.core",
+    "SamplingParams": "engine.sampling",
+    "RequestOutput": "engine.outputs",
+    "CompletionOutput": "engine.outputs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "EngineArgs", "EngineCore", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")

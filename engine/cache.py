@@ -47,8 +47,9 @@ class KVCache:
         self.bytes_per_block = bytes_per_block(config, block_size, dtype)
         place = torch.device(device)
         inner = (block_size, config.num_kv_heads, config.head_dim)
-        self.device_pool = torch.zeros((config.num_layers, 2, num_gpu_blocks, *inner), dtype=dtype, device=place)
-        self.host_pool = torch.zeros(
+        # Not zeroed: no kernel reads a slot that was not written, and memory that is never used is never touched.
+        self.device_pool = torch.empty((config.num_layers, 2, num_gpu_blocks, *inner), dtype=dtype, device=place)
+        self.host_pool = torch.empty(
             (config.num_layers, 2, num_cpu_blocks, *inner), dtype=dtype, pin_memory=place.type == "cuda"
         )
         self._layers = [(layer[0], layer[1]) for layer in self.device_pool]

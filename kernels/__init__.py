@@ -1,0 +1,16 @@
+"""Tensor operations of a step: one file each, with formula, torch reference and launcher.  Imports torch alone."""
+
+import importlib.metadata
+import warnings
+
+try:
+    importlib.metadata.distribution("kernels")
+except importlib.metadata.PackageNotFoundError:
+    pass
+else:
+    warnings.warn(
+        "the distribution 'kernels' is installed in this environment and has an import package of the same name as "
+        "lawful's: give lawful an environment of its own, or uninstall it",
+        ImportWarning,
+        stacklevel=2,
+    )

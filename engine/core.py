@@ -1,0 +1,233 @@
+"""The engine loop: requests in, scheduler plans out to the runner, draws back into text.
+
+One step is: schedule -> execute -> append draws to their branches -> update.  Whatever goes wrong with one request ends
+that request with an error; the others, and the loop, go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.branch import BranchOutput
+from engine.errors import InvalidPromptError, RefusedError
+from engine.outputs import RequestMetrics, RequestOutput, completions
+from engine.request import RequestState, StepOutput
+from engine.runner import Runner
+from engine.sampling import SamplingParams, check_token_ids
+from engine.scheduler import Plan, Scheduler, SchedulerConfig, SequenceGroup, Status
+from engine.stats import EngineStats
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("lawful")
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request from its arrival to its last output."""
+
+    state: RequestState
+    group: SequenceGroup
+    prompt: str | None
+    branches: list[BranchOutput]
+    metrics: RequestMetrics
+    aborted: bool = False
+    error: str | None = None
+
+
+class EngineCore:
+    """Scheduler, runner and text, driven step by step by one caller at a time.
+
+    vocab_size, eos_token_ids: the model's.  tokenizer: None for token ids in and out.
+    seed: of the generator that gives requests without a seed theirs; None for a different one each time.
+    """
+
+    def __init__(
+        self,
+        scheduler_config: SchedulerConfig,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        seed: int | None = 0,
+        log_stats: bool = False,
+    ) -> None:
+        self.scheduler = Scheduler(scheduler_config)
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.stats = EngineStats(scheduler_config, log_stats=log_stats)
+        self._seeds = random.Random(seed)
+        self._requests: dict[str, _Request] = {}
+        self._states: dict[str, RequestState] = {}
+        self._gone: list[RequestOutput] = []  # last outputs of requests that were aborted between steps
+
+    # requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt_text: str | None = None,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request.
+
+        prompt: text, or token ids.  prompt_text: what token ids stand for, to be shown in outputs.
+        Raises InvalidPromptError, InvalidParameterError or RefusedError, and then nothing has changed.
+        """
+        if priority != 0:
+            raise RefusedError(f"priority is {priority}; only 0 is supported", "priority")
+        token_ids, text = self._tokenize(prompt, prompt_text)
+        params.check_against_vocabulary(self.vocab_size)
+        group = SequenceGroup(request_id, len(token_ids), n=params.width, max_tokens=params.max_tokens)
+        try:
+            self.scheduler.add(group)
+        except RefusedError as error:
+            self.stats.refused[error.reason] += 1
+            raise
+        self.stats.received += 1
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        state = RequestState(request_id, token_ids, params, seed, [[] for _ in range(params.width)])
+        branches = [
+            BranchOutput(state, branch, self.tokenizer, self.eos_token_ids, group.max_tokens)
+            for branch in range(params.width)
+        ]
+        arrival = time.monotonic() if arrival_time is None else arrival_time
+        self._states[request_id] = state
+        self._requests[request_id] = _Request(state, group, text, branches, RequestMetrics(arrival_time=arrival))
+
+    def _tokenize(self, prompt: str | Sequence[int], prompt_text: str | None) -> tuple[list[int], str | None]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidPromptError("the prompt is text but the tokenizer was not loaded; give token ids")
+            encoded = self.tokenizer.encode(prompt)
+            if not encoded:
+                raise InvalidPromptError("the prompt is empty; it must have at least 1 token")
+            return encoded, prompt
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise InvalidPromptError(f"the prompt is a {type(prompt).__name__}; it must be text or a list of token ids")
+        token_ids: list[int] = list(prompt)
+        if not token_ids:
+            raise InvalidPromptError("the prompt is empty; it must have at least 1 token")
+        check_token_ids("prompt_token_ids", token_ids, self.vocab_size)
+        return token_ids, prompt_text
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request wherever it is; False if there is none unfinished with this id.
+
+        Its last output, with what it had and finish_reason "abort", comes with the next `step`.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not self.scheduler.abort(request_id):
+            return False
+        request.aborted = True
+        if request.group.status is Status.ABORTED:  # at a boundary it is gone already
+            self._gone.append(self._depart(request))
+        return True
+
+    def has_unfinished_requests(self) -> bool:
+        """A call of `step` has something to do or to tell."""
+        return self.scheduler.has_unfinished() or bool(self._gone)
+
+    # the step
+
+    def step(self, *, finished_only: bool = False) -> list[RequestOutput]:
+        """Run one step and return the outputs of every request that it moved, or of those that ended in it."""
+        outputs, self._gone = self._gone, []
+        if not self.scheduler.has_unfinished():
+            return outputs
+        plan = self.scheduler.schedule()
+        self.stats.on_plan(plan)
+        now = time.monotonic()
+        for group, _ in plan.groups:
+            metrics = self._requests[group.request_id].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+        try:
+            result = self.runner.execute(plan, self._states)
+        except Exception as error:
+            outputs += self._on_failed_step(plan, error)
+        else:
+            outputs += self._on_result(plan, result, finished_only)
+        self.stats.maybe_log(self.scheduler.counts())
+        return outputs
+
+    def _on_result(self, plan: Plan, result: StepOutput, finished_only: bool) -> list[RequestOutput]:
+        now = time.monotonic()
+        stopped: list[tuple[str, int]] = []
+        failed: dict[str, Exception] = dict(result.errors)
+        moved: dict[str, _Request] = {}
+        drawn = 0
+        for (request_id, branch), sampled in result.samples.items():
+            request = self._requests[request_id]
+            if request.aborted or request_id in failed:
+                continue
+            drawn += 1
+            moved[request_id] = request
+            try:
+                ended = request.branches[branch].append(sampled)
+            except Exception as error:  # a tokenizer that cannot decode is this request's trouble alone
+                logger.exception("request %s: its output cannot be decoded", request_id)
+                failed[request_id] = error
+                continue
+            if ended:
+                stopped.append((request_id, branch))
+        for request in moved.values():
+            metrics = request.metrics
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+            metrics.last_token_time = now
+        for request_id, reason in failed.items():
+            self._requests[request_id].error = f"{type(reason).__name__}: {reason}"
+        departed = self.scheduler.update(plan, stopped, failed)
+        self.stats.on_update(plan, drawn)
+        outputs = []
+        gone = {group.request_id for group in departed}
+        if not finished_only:
+            outputs += [self._output(request) for name, request in moved.items() if name not in gone]
+        outputs += [self._depart(self._requests[group.request_id]) for group in departed]
+        return outputs
+
+    def _on_failed_step(self, plan: Plan, error: Exception) -> list[RequestOutput]:
+        """The runner raised: the groups of this step end with the error, every other one is computed again."""
+        names = [group.request_id for group, _ in plan.groups]
+        logger.error("step %d failed, and with it %s", plan.step, ", ".join(names), exc_info=error)
+        departed = self.scheduler.fail(plan)
+        self.stats.on_update(plan, 0)
+        for group in departed:
+            self._requests[group.request_id].error = f"the step failed: {type(error).__name__}: {error}"
+        return [self._depart(self._requests[group.request_id]) for group in departed]
+
+    # outputs
+
+    def _depart(self, request: _Request) -> RequestOutput:
+        """Forget a request whose group has left the scheduler; its last output."""
+        name = request.state.request_id
+        del self._requests[name], self._states[name]
+        self.stats.on_departure(request.group)
+        request.metrics.finished_time = time.monotonic()
+        if request.group.status is not Status.FINISHED:
+            for branch in request.branches:
+                branch.finish("abort" if request.group.status is Status.ABORTED else "error")
+        return self._output(request, finished=True)
+
+    def _output(self, request: _Request, finished: bool = False) -> RequestOutput:
+        request.metrics.num_preemptions = request.group.num_preemptions
+        return RequestOutput(
+            request_id=request.state.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.state.prompt_token_ids,
+            outputs=completions(request.branches, request.state.params.n),
+            finished=finished,
+            metrics=request.metrics,
+            error=request.error,
+        )
