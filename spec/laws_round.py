@@ -1,0 +1,115 @@
+"""Laws on a step together with what update() made of it, and on whole runs.  `r` is a `views.Round`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spec.law import Kind, law, over_runs
+from spec.logic import Bool, Int, conj, disj, every, implies
+from spec.words import lexically_less, queued, remaining_work
+
+Round = Any
+
+
+@law("N1", Kind.ROUND, origin="a group that can never come back was dropped in silence")
+def nothing_lost(r: Round) -> Bool:
+    """a group leaves only by finish, abort or fail, and then it is gone"""
+    stay = [i for i in r.step.mid.groups if i not in r.departed]
+    return sorted(r.after.groups) == sorted(stay)
+
+
+@law("N2", Kind.ROUND, origin="a mutant whose update moved a bystander")
+def update_moves_nobody(r: Round) -> Bool:
+    """update takes groups out of their queues and changes nothing else about their order"""
+    return all(
+        [g.request_id for g in after] == [g.request_id for g in mid if g.request_id not in r.departed]
+        for mid, after in (
+            (r.step.mid.running, r.after.running),
+            (r.step.mid.swapped, r.after.swapped),
+            (r.step.mid.waiting, r.after.waiting),
+        )
+    )
+
+
+@law("S12", Kind.ROUND, origin="a chunk that was not the last one sampled")
+def samples_when_caught_up(r: Round) -> Bool:
+    """a group grows by one token a branch exactly when its scheduled tokens were its whole deficit; else it lacks as
+    many fewer as it was given"""
+    given = {v.was.request_id: v.tokens for v in r.step.served}
+    old = {g.request_id: g for g in queued(r.step.mid)}
+    return every(
+        _advanced(old[g.request_id], g, given.get(g.request_id, 0)) for g in queued(r.after) if g.request_id in old
+    )
+
+
+def _advanced(old: Any, new: Any, tokens: Int) -> Bool:
+    grew = conj(new.known == old.known + 1, new.deficit == new.live, new.forked)
+    kept = conj(
+        new.known == old.known,
+        new.deficit == old.deficit - tokens,
+        new.live == old.live,
+        new.forked == old.forked,
+        new.held == old.held,
+    )
+    return conj(implies(old.deficit == tokens, grew), disj(old.deficit == tokens, kept))
+
+
+@law("N3", Kind.ROUND, origin="a finished branch went on")
+def branches_only_end(r: Round) -> Bool:
+    """after the fork a group's branches only become fewer, and all n are there before it"""
+    old = {g.request_id: g for g in queued(r.step.mid)}
+    return every(
+        set(g.branches) <= set(old[g.request_id].branches if old[g.request_id].forked else range(g.n))
+        for g in queued(r.after)
+        if g.request_id in old
+    )
+
+
+@law("L2", Kind.ROUND, origin="recompute livelock: 600 steps, 242 preemptions, no end")
+def work_decreases(r: Round) -> Bool:
+    """every step makes the vector of remaining work, in seniority order, lexicographically smaller (departed groups
+    count 0, all n branches from the start)"""
+    old = queued(r.step.before)
+    if not old:
+        return True
+    now = {g.request_id: remaining_work(g) for g in queued(r.after)}
+    return lexically_less([now.get(g.request_id, 0) for g in old], [remaining_work(g) for g in old])
+
+
+over_runs(
+    "S8",
+    "schedule_is_total",
+    "schedule() returns a plan from every reachable state; it never raises for lack of memory",
+    origin="vLLM issue 5578: the engine died of it",
+)
+over_runs(
+    "L3",
+    "termination",
+    "chunked: an accepted group finishes within the sum of p + n*(m-1) over itself and its seniors at arrival, in "
+    "steps, plus n*(p mod BS) for each that was rebuilt; prefill-first: within twice that many",
+    origin="a bound a person can compute, not just 'eventually'",
+)
+over_runs(
+    "L5",
+    "no_starvation",
+    "no run goes round for ever without serving some unfinished group",
+    origin="a second opinion on L1 to L3",
+)
+over_runs(
+    "E1",
+    "schedule_independence",
+    "outputs do not depend on batching, chunking, preemption, swap or cache hits",
+    origin="the reason why a scheduler may be changed at all",
+)
+
+
+def steps_bound(g: Any, seniors: list[Any], chunked: bool = True) -> Int:
+    """L3: steps within which `g` finishes, from its arrival; `seniors` are the unfinished groups before it.
+
+    Every step computes at least one token of the most senior unfinished group; nothing is ever taken from it, so what
+    it computes again was lost while others were senior to it: once for itself, when it became the head.
+    """
+    bound: Int = 0
+    for one in [*seniors, g]:
+        bound = bound + one.prompt_len + one.n * (one.max_tokens - 1) + one.n * (one.prompt_len - one.shared_tokens)
+    return bound if chunked else 2 * bound
