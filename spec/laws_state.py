@@ -122,21 +122,29 @@ def waiting_lack_all(s: State) -> Bool:
 
 @law("Q8", Kind.STATE, mid=True, origin="needed by the induction")
 def shared_part(s: State) -> Bool:
-    """what branches share is the full prompt blocks, and until its first write the partly filled last one"""
+    """what branches share for good is the full prompt blocks"""
     size = s.config.block_size
     return every(
         conj(
             g.shared_tokens == g.shared_blocks * size,
             g.shared_tokens <= g.prompt_len,
             g.prompt_len < g.shared_tokens + size,
-            implies(
-                g.tail_shared,
-                conj(
-                    g.forked and g.live > 1,
-                    g.known == g.prompt_len + 1,
-                    g.deficit == g.live,
-                    g.shared_tokens < g.prompt_len,
-                ),
+        )
+        for g in queued(s)
+    )
+
+
+@law("Q8t", Kind.STATE, mid=True, origin="needed by the induction")
+def shared_tail(s: State) -> Bool:
+    """several branches share the partly filled last prompt block until they first write to it, and no longer"""
+    return every(
+        implies(
+            g.tail_shared,
+            conj(
+                g.forked and g.live > 1,
+                g.known == g.prompt_len + 1,
+                g.deficit == g.live,
+                g.shared_tokens < g.prompt_len,
             ),
         )
         for g in queued(s)
