@@ -493,7 +493,8 @@ def prove(
     """Show that from every state that satisfies the hypothesis, `body` never raises and ends where all claims hold.
 
     build: makes a state from a source of numbers; called anew for each run, so `body` may change it.
-    claims: by name, predicates made with the connectives of spec.logic; they are conjoined, and split on failure.
+    claims: by name, predicates made with the connectives of spec.logic; they are conjoined, and split on failure.  They
+        are read at the end of a run, as part of it, so that one may also ask for the truth of a symbol.
     observe: what must be equal between a symbolic path and the plain run of its model: tuples, lists and numbers.
     reached: names of the places that a path went through, counted for proofs of non-vacuity.
     max_failures: stop after so many broken claims.
@@ -506,38 +507,43 @@ def prove(
     executor = Executor(hypothesis(build(symbols)))
     report.satisfiable = executor.satisfiable
 
-    def plainly(values: Valuation) -> tuple[Any, Exception | None]:
+    def run(state: State) -> tuple[Any, Mapping[str, Bool]]:
+        try:
+            outcome: Any = body(state)
+        except Cut as cut:
+            outcome = cut
+        return outcome, claims(outcome)
+
+    def plainly(values: Valuation) -> tuple[Any, Mapping[str, Bool], Exception | None]:
         state = build(values)
         if not all(part is True for part in hypothesis(state)):
             raise DisagreementError(f"a model of the hypothesis does not satisfy it on plain ints: {values}")
         try:
-            return body(state), None
-        except Cut as cut:
-            return cut, None
+            return *run(state), None
         except Exception as error:
-            return None, error
+            return None, {}, error
 
-    for path in executor.paths(lambda: body(build(symbols))):
+    for path in executor.paths(lambda: run(build(symbols))):
         report.paths += 1
         report.branches += len(path.branches)
         values = path.valuation()
-        plain, error = plainly(values)
+        plain, _, error = plainly(values)
         if type(error) is not type(path.raised):
             raise DisagreementError(f"symbols raise {path.raised!r}, plain ints {error!r}: {values}") from path.raised
         if path.raised is not None:
             report.failures.append(Failure("returns", values, path.branches, path.raised))
         else:
-            seen, expected = evaluate(path.model, observe(path.result)), evaluate(path.model, observe(plain))
+            outcome, named = path.result
+            seen, expected = evaluate(path.model, observe(outcome)), evaluate(path.model, observe(plain))
             if seen != expected:
                 raise DisagreementError(f"symbols come to {seen}, plain ints to {expected}: {values}")
-            report.reached.update(set(reached(path.result)))
-            named = claims(path.result)
+            report.reached.update(set(reached(outcome)))
             if path.refute(conj(*named.values())) is not None:
                 for name, claim in named.items():
                     broken = path.refute(claim)
                     if broken is None:
                         continue
-                    if claims(plainly(broken)[0])[name] is not False:
+                    if plainly(broken)[1][name] is not False:
                         raise DisagreementError(f"{name} is broken on symbols only: {broken}")
                     report.failures.append(Failure(name, broken, path.branches))
         if len(report.failures) >= max_failures:
