@@ -98,11 +98,17 @@ def one_behind(s: State) -> Bool:
 def lockstep(s: State) -> Bool:
     """live branches have equal length: they fork together, and each lacks at least the token they sample together"""
     return every(
-        conj(g.live <= g.deficit, g.known > g.prompt_len, g.live >= 1, g.live <= g.n, len(g.branches) == g.live)
+        conj(g.live <= g.deficit, g.known > g.prompt_len, g.live >= 1, g.live <= g.n)
         if g.forked
-        else conj(g.deficit >= 1, g.known == g.prompt_len, g.live == g.n, len(g.branches) == 1)
+        else conj(g.deficit >= 1, g.known == g.prompt_len, g.live == g.n)
         for g in queued(s)
     )
+
+
+@law("Q5b", Kind.STATE, mid=True, origin="needed by the induction")
+def branches_are_listed(s: State) -> Bool:
+    """a group lists its live branches, and before the fork the one that runs for all"""
+    return every(len(g.branches) == (g.live if g.forked else 1) for g in queued(s))
 
 
 @law("Q6", Kind.STATE, mid=True, origin="needed by the induction")
