@@ -50,7 +50,7 @@ def _scalar(file: BinaryIO, layout: str) -> Any:
 
 
 def _count(file: BinaryIO) -> int:
-    count = _scalar(file, "<Q")
+    count: int = _scalar(file, "<Q")
     if count > _LIMIT:
         raise ValueError(f"the GGUF header is damaged: a count of {count}")
     return count

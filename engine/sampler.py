@@ -160,7 +160,7 @@ class Sampler:
         return results
 
     def _edited(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, dict[int, Exception]]:
-        """Logits after everything that comes before temperature, and the errors of logits processors by row."""
+        """Logits after everything that comes before temperature, and the errors by row."""
         errors: dict[int, Exception] = {}
         work = logits
         for r, (request, branch) in enumerate(draws):
@@ -173,12 +173,11 @@ class Sampler:
                 work = logits.clone()
             try:
                 self._edit(work[r], logits[r], request, output)
-            except SamplingError as error:
-                errors[r] = error
-                continue
-            if masked:
-                work[r, [*self.eos_token_ids, *params.stop_token_ids]] = -math.inf
-            _penalize(work[r], params, request.prompt_token_ids, output)
+                if masked:
+                    work[r, [*self.eos_token_ids, *(params.stop_token_ids or ())]] = -math.inf
+                _penalize(work[r], params, request.prompt_token_ids, output)
+            except Exception as error:  # whatever it is, it is this request's own
+                errors[r] = error if isinstance(error, SamplingError) else SamplingError(f"sampling failed: {error!r}")
         return work, errors
 
     def _edit(self, row: Tensor, original: Tensor, request: RequestState, output: list[int]) -> None:
@@ -243,7 +242,7 @@ def _penalize(row: Tensor, params: SamplingParams, prompt: list[int], output: li
         penalty = params.repetition_penalty
         row[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if output and (params.presence_penalty or params.frequency_penalty):
-        seen, counts = torch.tensor(output, device=row.device).unique(return_counts=True)
+        seen, counts = torch.unique(torch.tensor(output, device=row.device), return_counts=True)
         row[seen] -= params.frequency_penalty * counts + params.presence_penalty
 
 

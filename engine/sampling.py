@@ -208,11 +208,13 @@ def _integer(
     name: str, value: object, low: int, high: int | None = None, *, low_is: str | None = None, note: str = ""
 ) -> int:
     """`value` as an int of at least `low` and at most `high`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < low or (high is not None and value > high):
-        below = low_is or str(low)
-        span = f"an integer of {below} or more" if high is None else f"an integer from {below} to {high}"
-        raise InvalidParameterError(name, value, span + note)
-    return int(value)
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        number = int(value)
+        if low <= number and (high is None or number <= high):
+            return number
+    below = low_is or str(low)
+    span = f"an integer of {below} or more" if high is None else f"an integer from {below} to {high}"
+    raise InvalidParameterError(name, value, span + note)
 
 
 def _number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> float:

@@ -82,7 +82,7 @@ class Tokenizer(ABC):
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered, _ = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[[dict(message) for message in messages]],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 chat_template=template,
@@ -92,7 +92,8 @@ class Tokenizer(ABC):
             )
         except Exception as error:  # a template is a program: anything may come out of it
             raise TokenizerError(f"the chat template failed: {type(error).__name__}: {error}") from error
-        return rendered[0]
+        texts, _ = rendered
+        return str(texts[0])
 
 
 class FastTokenizer(Tokenizer):
@@ -120,10 +121,7 @@ class FastTokenizer(Tokenizer):
         self.chat_template = chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise TokenizerError(f"the text is not valid Unicode: {error.reason} at {error.start}") from None
+        _utf8(text)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -168,7 +166,7 @@ class ByteTokenizer(Tokenizer):
         self._longest_first = sorted(plain, key=lambda i: -len(self._pieces[i]))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        data = text.encode()
+        data = _utf8(text)
         ids: list[int] = []
         at = 0
         while at < len(data):
@@ -238,7 +236,8 @@ def _from_gguf(path: Path) -> FastTokenizer:
     """Byte-level BPE is built from the header at once; other kinds go through transformers' slower conversion."""
     metadata = read_gguf_metadata(path)
     get = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}.get
-    if get("tokens") is None:
+    tokens: list[str] | None = get("tokens")
+    if tokens is None:
         raise TokenizerError(f"{path} holds no tokenizer")
     ends = [i for i in (get("eos_token_id"), get("eot_token_id"), get("eom_token_id")) if i is not None]
     if get("model") != "gpt2" or get("pre", "default") not in ("smollm", "gpt-2", "default"):
@@ -247,8 +246,7 @@ def _from_gguf(path: Path) -> FastTokenizer:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Backend
 
-    tokens: list[str] = get("tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in get("merges")]
+    merges = [tuple(merge.split(" ", 1)) for merge in get("merges", [])]
     backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=bool(get("add_space_prefix", False)), use_regex=True)
     # The smollm family was trained with every digit apart, before GPT-2's pattern: "\n 5" is "\n ", "5".
@@ -271,10 +269,19 @@ def _from_gguf(path: Path) -> FastTokenizer:
     return FastTokenizer(backend, special_tokens=special_tokens, eos_token_ids=ends, chat_template=chat_template)
 
 
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(f"the text is not valid Unicode: {error.reason} at {error.start}") from None
+
+
 def _piece_decoder(backend: Backend) -> Any:
     """A function from a vocabulary entry to its bytes, or None when the decoder needs more than one entry at a time."""
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
-    steps = [decoder, *decoder.get("decoders", [])]
+    if backend.decoder is None:
+        return None
+    decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    steps: list[dict[str, Any]] = [decoder, *decoder.get("decoders", ())]
     kinds = {step["type"] for step in steps}
     if kinds == {"ByteLevel"}:
         return _byte_level_piece

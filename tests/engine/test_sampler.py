@@ -343,6 +343,7 @@ def raises(_: list[int], __: Tensor) -> Tensor:
         ({"logits_processors": [lambda _, row: row * math.nan]}, None, "NaN"),
         ({"logits_processors": [lambda _, row: row - math.inf], "top_p": 0.5}, None, "-inf"),
         ({"allowed_token_ids": [2, 7], "min_tokens": 1}, None, "every logit is -inf"),
+        ({"stop_token_ids": [V], "min_tokens": 1}, None, "sampling failed: IndexError"),
         ({"temperature": 0.0}, math.nan, "not finite"),
         ({"top_p": 0.5, "min_p": 0.1}, math.nan, "not finite"),
         ({"allowed_token_ids": [50]}, math.nan, "not finite"),
