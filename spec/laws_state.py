@@ -7,7 +7,7 @@ from typing import Any
 
 from spec.law import Kind, law
 from spec.logic import Bool, conj, disj, every, implies, neg, total
-from spec.words import generated, is_decode, measure, queued, sequences, whole
+from spec.words import filled, generated, is_decode, measure, queued, sequences, whole
 
 State = Any
 
@@ -142,7 +142,8 @@ def shared_part(s: State) -> Bool:
 
 @law("Q8t", Kind.STATE, mid=True, origin="needed by the induction")
 def shared_tail(s: State) -> Bool:
-    """several branches share the partly filled last prompt block until they first write to it, and no longer"""
+    """several branches share the partly filled last prompt block until they first write to it, and no longer; until
+    then the group holds nothing beyond it"""
     return every(
         implies(
             g.tail_shared,
@@ -151,9 +152,11 @@ def shared_tail(s: State) -> Bool:
                 g.known == g.prompt_len + 1,
                 g.deficit == g.live,
                 g.shared_tokens < g.prompt_len,
+                g.held == filled(s, g),
             ),
         )
         for g in queued(s)
+        if g.tail_shared is not False
     )
 
 
