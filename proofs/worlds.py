@@ -9,7 +9,7 @@ scheduler is the production class; only two things are put in its place:
 * the plan's rows are not written out (their arithmetic has proofs of its own); `rowless` does this to any policy class.
 
 The count protocol, for one group:  1 <= cover <= peak;  0 <= filled <= cover, and filled >= 1 once something is
-computed.  The tokens of all tails together, live * (known - shared), are at least known - shared + live - 1.
+computed;  while branches share their last block, cover = filled + live - 1.  The tokens of all tails together, live * (known - shared), are at least known - shared + live - 1.
 `test_1_inductive` shows that the formulas obey it.
 """
 
@@ -341,6 +341,7 @@ def place(world: World, name: str, arrival: int, status: Status, forked: bool) -
     measure.covers[name], measure.fills[name], measure.peaks[name] = cover, filled, peak
     facts.append(conj(1 <= cover, cover <= peak, 0 <= filled, filled <= cover))
     facts.append(disj(group.deficit >= group.whole, filled >= 1))
+    facts.append(implies(group.tail_shared, cover == filled + group.live - 1))
     return group
 
 
