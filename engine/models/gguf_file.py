@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.models.errors import ModelLoadError
 
+_PIECE = 1 << 16  # values dequantized at a time: 256 KiB, with its temporaries about the size of an L2 cache
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _PLAIN = {
@@ -112,8 +113,14 @@ class GGUFFile:
         raw = np.frombuffer(self._data, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
         if info.kind in _PLAIN:
             return torch.from_numpy(raw.copy()).view(_PLAIN[info.kind]).view(info.shape)
+        elements, block_bytes = GGML_QUANT_SIZES[info.kind]
+        values = np.empty(math.prod(info.shape), dtype=np.float32)
+        # Quantized blocks do not care for rows, and pieces that stay in cache are several times quicker than rows.
+        piece = _PIECE // elements
         try:
-            values = dequantize(raw.reshape(*info.shape[:-1], -1), info.kind)
+            for first in range(0, info.num_bytes // block_bytes, piece):
+                part = raw[first * block_bytes : (first + piece) * block_bytes]
+                values[first * elements : (first + piece) * elements] = dequantize(part[None], info.kind)[0]
         except NotImplementedError:
             raise ModelLoadError(
                 f"{self.path}: tensor '{name}' has type {info.kind.name}; supported are F32, F16, BF16, Q8_0, Q4_0, "

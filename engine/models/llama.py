@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -54,29 +53,27 @@ class LlamaModel:
     def _load_layer(self, weights: Weights, prefix: str) -> _Layer:
         c = self.config
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        qkv = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
+        halves = [mlp + "gate_proj", mlp + "up_proj"]
 
-        def fused(start: str, rows: dict[str, int]) -> Tensor:
-            return torch.cat([weights.take(f"{start}{name}.weight", (n, c.hidden_size)) for name, n in rows.items()])
+        def weight(names: list[str], rows: list[int], columns: int) -> Tensor:
+            return weights.stack([name + ".weight" for name in names], rows, (columns,))
 
-        def bias(wanted: bool, start: str, rows: dict[str, int]) -> Tensor | None:
-            return (
-                torch.cat([weights.take(f"{start}{name}.bias", (n,)) for name, n in rows.items()]) if wanted else None
-            )
+        def bias(wanted: bool, names: list[str], rows: list[int]) -> Tensor | None:
+            return weights.stack([name + ".bias" for name in names], rows) if wanted else None
 
-        halves = {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}
         return _Layer(
             input_norm=weights.take(prefix + "input_layernorm.weight", (c.hidden_size,)),
-            qkv=fused(attention, projections),
-            qkv_bias=bias(c.qkv_bias, attention, projections),
-            out=weights.take(attention + "o_proj.weight", (c.hidden_size, queries)),
-            out_bias=bias(c.out_bias, attention, {"o_proj": c.hidden_size}),
+            qkv=weight(qkv, [queries, keys, keys], c.hidden_size),
+            qkv_bias=bias(c.qkv_bias, qkv, [queries, keys, keys]),
+            out=weight([attention + "o_proj"], [c.hidden_size], queries),
+            out_bias=bias(c.out_bias, [attention + "o_proj"], [c.hidden_size]),
             mlp_norm=weights.take(prefix + "post_attention_layernorm.weight", (c.hidden_size,)),
-            gate_up=fused(mlp, halves),
-            gate_up_bias=bias(c.mlp_bias, mlp, halves),
-            down=weights.take(mlp + "down_proj.weight", (c.hidden_size, c.intermediate_size)),
-            down_bias=bias(c.mlp_bias, mlp, {"down_proj": c.hidden_size}),
+            gate_up=weight(halves, [c.intermediate_size] * 2, c.hidden_size),
+            gate_up_bias=bias(c.mlp_bias, halves, [c.intermediate_size] * 2),
+            down=weight([mlp + "down_proj"], [c.hidden_size], c.intermediate_size),
+            down_bias=bias(c.mlp_bias, [mlp + "down_proj"], [c.hidden_size]),
         )
 
     def forward(self, tokens: Tensor, positions: Tensor, metadata: AttentionMetadata, cache: KVCache) -> Tensor:

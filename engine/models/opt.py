@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -63,10 +62,11 @@ class OPTModel:
         return self._weights.take(name + ".weight", shape), self._weights.take(name + ".bias", shape)
 
     def _load_linear(self, names: list[str], rows: int, columns: int) -> Linear:
-        weight = torch.cat([self._weights.take(name + ".weight", (rows, columns)) for name in names])
+        count = [rows] * len(names)
+        weight = self._weights.stack([name + ".weight" for name in names], count, (columns,))
         if not self.config.mlp_bias:
             return weight, None
-        return weight, torch.cat([self._weights.take(name + ".bias", (rows,)) for name in names])
+        return weight, self._weights.stack([name + ".bias" for name in names], count)
 
     def _load_layer(self, prefix: str) -> _Layer:
         hidden, wide = self.config.hidden_size, self.config.intermediate_size

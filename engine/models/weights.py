@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ class Weights:
 
         Raises ModelLoadError when it is missing, has another shape or is not made of floats.
         """
+        return self.stack([name], [shape[0]], shape[1:])
+
+    def stack(self, names: Sequence[str], rows: Sequence[int], inner: tuple[int, ...] = ()) -> Tensor:
+        """Tensors of shape (rows[i], *inner), one under the other in one tensor.  Raises as `take` does."""
+        whole = torch.empty(sum(rows), *inner, dtype=self.dtype, device=self.device)
+        # Always a copy: a mapped file may change under us, and its alignment would change the last bits of a product.
+        for name, part in zip(names, whole.split(list(rows)), strict=True):
+            part.copy_(self._checked(name, tuple(part.shape)))
+        return whole
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.read(name, shape)
         if tensor is None:
             raise ModelLoadError(f"{self.where} has no tensor '{name}' (shape {list(shape)})")
@@ -52,8 +64,7 @@ class Weights:
             raise ModelLoadError(
                 f"{self.where}: tensor '{name}' holds {tensor.dtype}; supported are float32, float16, bfloat16, float64"
             )
-        # A copy, since a mapped file may change under us, and its alignment would change the last bits of a product.
-        return tensor.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format)
+        return tensor
 
 
 class DirectoryWeights(Weights):
