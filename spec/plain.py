@@ -98,17 +98,18 @@ def _holds(predicate: Callable[[Any], Any], view: Any) -> bool:
         return False
 
 
-def _of(kind: Kind, tier: Tier, mid: bool = False) -> tuple[Law, ...]:
+def of(kind: Kind, tier: Tier, mid: bool = False) -> tuple[Law, ...]:
+    """The laws of one kind and tier, or those of them that hold in mid-step too."""
     return tuple(one for one in law.LAWS if one.kind is kind and one.tier is tier and (one.mid or not mid))
 
 
-check_state = checker(_of(Kind.STATE, Tier.COUNTS))
-check_state_in_mid = checker(_of(Kind.STATE, Tier.COUNTS, mid=True))
-check_mid = checker(_of(Kind.MID, Tier.COUNTS))
-check_step = checker(_of(Kind.STEP, Tier.COUNTS))
-check_round = checker(_of(Kind.ROUND, Tier.COUNTS))
-check_ids = checker(_of(Kind.STATE, Tier.IDS))
-check_ids_in_mid = checker(_of(Kind.STATE, Tier.IDS, mid=True))
-check_ids_step = checker(_of(Kind.STEP, Tier.IDS))
+check_state = checker(of(Kind.STATE, Tier.COUNTS))
+check_state_in_mid = checker(of(Kind.STATE, Tier.COUNTS, mid=True))
+check_mid = checker(of(Kind.MID, Tier.COUNTS))
+check_step = checker(of(Kind.STEP, Tier.COUNTS))
+check_round = checker(of(Kind.ROUND, Tier.COUNTS))
+check_ids = checker(of(Kind.STATE, Tier.IDS))
+check_ids_in_mid = checker(of(Kind.STATE, Tier.IDS, mid=True))
+check_ids_step = checker(of(Kind.STEP, Tier.IDS))
 
 __all__ = [name for name in vars(sys.modules[__name__]) if name.startswith("check")] + ["PLAIN"]
