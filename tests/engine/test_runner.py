@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.models.config import ModelConfig
 from engine.request import RequestState, Sampled, StepOutput
 from engine.runner import Draw, ModelRunner
 from tests.engine.paged import Greedy, make_checkpoint, model_runner, request, row, run
+from tests.worlds import R, world
 
 PROMPT = [5, 88, 14, 3, 77, 41, 9, 62, 100, 23]
 
@@ -109,6 +111,46 @@ def test_one_step_mixes_decodes_chunks_and_rows_that_do_not_draw(runner: ModelRu
         close(runner.sampler.logits[i], logits_alone(checkpoint, known))
     run(runner, states[2], scheduled=[row(states[2], 10, 17, tables[2], 4, draws=(0,))])
     close(runner.sampler.logits[0], logits_alone(checkpoint, states[2].prompt_token_ids))
+
+
+class Ranked(Greedy):
+    """Branch b takes the b-th most likely token, so that branches part."""
+
+    def sample(self, logits: Tensor, draws: list[Draw]) -> list[Sampled | Exception]:
+        order = logits.topk(4).indices.tolist()
+        return [Sampled(tokens[branch]) for tokens, (_, branch) in zip(order, draws, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_under_memory_pressure_every_request_gets_what_it_gets_alone(checkpoint: Path, mode: str) -> None:
+    """The real scheduler: chunks, preemption, swap, copies and rebuilds over a pool that is NaN where not written."""
+    lengths = {"a": (9, 2), "b": (14, 3), "c": (5, 1), "d": (11, 2), "e": (3, 4)}
+    prompts = {name: [(17 * i + ord(name)) % 101 for i in range(p)] for name, (p, _) in lengths.items()}
+
+    def serve(names: str, gpu: int, tokens: int) -> tuple[dict[str, list[list[int]]], Counter[str]]:
+        runner = model_runner(checkpoint, gpu, cpu=10)
+        runner.sampler = Ranked()
+        scheduler = world(gpu, 10, 4, tokens, length=64, preemption_mode=mode)
+        states = {name: request(prompts[name], name, lengths[name][1]) for name in names}
+        verbs: Counter[str] = Counter()
+        for name in names:
+            scheduler.add(R(*lengths[name], m=12, id=name))
+        while scheduler.has_unfinished():
+            plan = scheduler.schedule()
+            output = runner.execute(plan, states)
+            for (name, branch), draw in output.samples.items():
+                states[name].outputs[branch].append(draw.token_id)
+            scheduler.update(plan, set())
+            verbs.update(action.verb for action in plan.log)
+            verbs["copy"] += len(plan.blocks_to_copy)
+        return {name: state.outputs for name, state in states.items()}, verbs
+
+    together, verbs = serve("abcde", gpu=22, tokens=13)
+    assert verbs["preempt"] > 2
+    assert verbs["copy"] > 2
+    assert verbs["swap_in"] > 0 or mode == "recompute"
+    for name in lengths:
+        assert serve(name, gpu=60, tokens=64)[0] == {name: together[name]}
 
 
 def test_an_exception_in_place_of_a_draw_fails_that_request_alone(runner: ModelRunner) -> None:
