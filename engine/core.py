@@ -115,7 +115,7 @@ class EngineCore:
             return encoded, prompt
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise InvalidPromptError(f"the prompt is a {type(prompt).__name__}; it must be text or a list of token ids")
-        token_ids: list[int] = list(prompt)
+        token_ids: list[int] = list(prompt)  # type: ignore[arg-type]
         if not token_ids:
             raise InvalidPromptError("the prompt is empty; it must have at least 1 token")
         check_token_ids("prompt_token_ids", token_ids, self.vocab_size)
