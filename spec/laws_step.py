@@ -333,7 +333,7 @@ def never_idle(t: Step) -> Bool:
 @law("S19", Kind.STEP, origin="a group was lost or invented by a plan")
 def schedule_loses_nobody(t: Step) -> Bool:
     """schedule moves groups between queues and loses, invents or renames none"""
-    return sorted(t.before.groups) == sorted(t.mid.groups)
+    return sorted(g.request_id for g in queued(t.before)) == sorted(g.request_id for g in queued(t.mid))
 
 
 @law("S20", Kind.STEP, origin="a mutant that counts tokens as computed when they are planned")

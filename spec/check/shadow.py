@@ -59,6 +59,12 @@ class Shadow:
 
     def agrees(self, s: Any) -> bool:
         """Every computed position of every table holds its own token."""
+        try:
+            return self._agrees(s)
+        except (IndexError, ValueError):
+            return False  # a table too short for what is computed, or too few counts for all branches
+
+    def _agrees(self, s: Any) -> bool:
         size = self.size
         for queue, pool in ((s.running, self.gpu), (s.swapped, self.cpu)):
             for g in queue:
