@@ -130,11 +130,9 @@ def _hf_rope(config: Mapping[str, Any], where: str) -> RopeConfig:
     factor = _require(scaling, "factor", f"{where}, rope scaling", float)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
-    numbers = [
-        _require(scaling, key, f"{where}, rope scaling", float) for key in ("low_freq_factor", "high_freq_factor")
-    ]
+    low, high = (_require(scaling, f"{end}_freq_factor", f"{where}, rope scaling", float) for end in ("low", "high"))
     original = _require(scaling, "original_max_position_embeddings", f"{where}, rope scaling")
-    return RopeConfig(theta, kind, factor, *numbers, original)
+    return RopeConfig(theta, kind, factor, low, high, original)
 
 
 def config_from_hf(

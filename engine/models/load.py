@@ -100,7 +100,7 @@ def resolve_dtype(dtype: torch.dtype | str, config: ModelConfig, device: torch.d
             return torch.float32
         return config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.float16
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in _DTYPES.values():
+    if found is None or found not in _DTYPES.values():
         raise ValueError(f"dtype {dtype!r} is not supported; use auto, {', '.join(_DTYPES)}")
     return found
 

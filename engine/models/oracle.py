@@ -65,7 +65,7 @@ def oracle_logits(tokens: Sequence[int], vocab_size: int, num_layers: int = 1) -
     chain = np.asarray(tokens, dtype=np.uint64)
     for layer in range(num_layers):
         chain = _chain(_entry(chain, positions, layer), positions)
-    return _logits(chain[-1:], vocab_size)[0]
+    return _logits(chain[-1:], vocab_size).reshape(-1)
 
 
 class OracleRunner:

@@ -48,7 +48,7 @@ class Weights:
         """Tensors of shape (rows[i], *inner), one under the other in one tensor.  Raises as `take` does."""
         whole = torch.empty(sum(rows), *inner, dtype=self.dtype, device=self.device)
         # Always a copy: a mapped file may change under us, and its alignment would change the last bits of a product.
-        for name, part in zip(names, whole.split(list(rows)), strict=True):
+        for name, part in zip(names, torch.split(whole, list(rows)), strict=True):
             part.copy_(self._checked(name, tuple(part.shape)))
         return whole
 
@@ -95,9 +95,10 @@ class DirectoryWeights(Weights):
             return None
         opened = self._opened[file]
         try:
-            return opened[stored] if isinstance(opened, dict) else opened.get_tensor(stored)
+            tensor: Tensor = opened[stored] if isinstance(opened, dict) else opened.get_tensor(stored)
         except SafetensorError as error:
             raise ModelLoadError(f"{self._directory / file}: tensor '{stored}' cannot be read: {error}") from error
+        return tensor
 
     def _names_in(self, file: str) -> set[str]:
         if file not in self._opened:

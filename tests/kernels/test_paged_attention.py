@@ -24,9 +24,14 @@ def plain_attention(query: Tensor, keys: Tensor, values: Tensor, position: int, 
 
 
 def check(
-    spans: list[tuple[int, int]], heads: int = 4, kv_heads: int = 2, dim: int = 8, block_size: int = 4,
-    dtype: torch.dtype = torch.float32, tolerance: float = 1e-5,
-) -> None:  # fmt: skip
+    spans: list[tuple[int, int]],
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 8,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+) -> None:
     """Rows (start, end) over scrambled tables in a pool of NaN."""
     rng = random.Random(len(spans) * 1000 + heads)
     needed = [-(-end // block_size) for _, end in spans]
