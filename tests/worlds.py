@@ -139,7 +139,7 @@ def check(s: Scheduler) -> None:
                 assert all(len(g.tables[b]) == -(-g.known // size) for b in g.branches)
     behind = [g for g in [*s.running, *s.swapped] if not g.forked or g.deficit > g.live]
     assert len(behind) <= 1
-    assert (not behind or behind[0] is [*s.running, *s.swapped][-1])
+    assert not behind or behind[0] is [*s.running, *s.swapped][-1]
 
 
 def check_plan(s: Scheduler, plan: Plan) -> None:
@@ -185,16 +185,23 @@ class Run:
             for b in row.draws
             if self.stop and self.stop(row.group, b)
         }
-        for group in self.s.update(plan, stopped):
-            assert group.request_id not in self.ended, "a group left twice"
-            self.ended[group.request_id] = group
+        self.left(self.s.update(plan, stopped))
         self.verbs.update(a.verb + (":" + a.detail if a.verb == "preempt" else "") for a in plan.log)
         self.steps += 1
         self.tokens += plan.num_tokens
+        self.check()
+        return plan
+
+    def left(self, groups: Iterable[SequenceGroup]) -> None:
+        """Remember who left; nobody does twice."""
+        for group in groups:
+            assert group.request_id not in self.ended, "a group left twice"
+            self.ended[group.request_id] = group
+
+    def check(self) -> None:
         check(self.s)
         for group in [*self.s.running, *self.s.swapped]:
             self.shadow.check(group, computed(group))
-        return plan
 
     def drain(self, limit: int = 100_000) -> Run:
         while self.s.has_unfinished():
