@@ -8,9 +8,9 @@ scheduler is the production class; only two things are put in its place:
   that obey the count protocol only, so that what is proved with it holds for every block size and every n.
 * the plan's rows are not written out (their arithmetic has proofs of its own); `rowless` does this to any policy class.
 
-The count protocol, for one group:  1 <= cover <= peak;  0 <= filled <= cover, and filled >= 1 once something is
-computed;  while branches share their last block, cover = filled + live - 1.  The tokens of all tails together, live * (known - shared), are at least known - shared + live - 1.
-`test_1_inductive` shows that the formulas obey it.
+The count protocol, for one group: 1 <= cover <= peak; 0 <= filled <= cover, and filled >= 1 once something is computed;
+while branches share their last block, cover = filled + live - 1.  The tokens of all tails together, live * (known -
+shared), are at least known - shared + live - 1.  `test_1_inductive` shows that the formulas obey it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class AnyLive(SymInt):
     __slots__ = ("tail", "tails")
 
     def __mul__(self, other: Int) -> Int:
-        if isinstance(other, SymInt) and other.term.eq(self.tail.term):
+        if isinstance(other, SymInt) and other.key == self.tail.key:
             return self.tails
         return super().__mul__(other)
 
@@ -123,7 +123,7 @@ class PlainLive(int):
 
 def any_live(live: Int, tail: Int, tails: Int) -> Any:
     """`live` such that live * tail is `tails`."""
-    out: Any = AnyLive(live.term) if isinstance(live, SymInt) else PlainLive(live)
+    out: Any = AnyLive(live.parts, live.const) if isinstance(live, SymInt) else PlainLive(live)
     out.tail, out.tails = tail, tails
     return out
 
@@ -339,7 +339,7 @@ def place(world: World, name: str, arrival: int, status: Status, forked: bool) -
     measure = world.measure
     cover, filled, peak = integer("cover"), integer("filled"), integer("peak")
     measure.covers[name], measure.fills[name], measure.peaks[name] = cover, filled, peak
-    facts.append(conj(1 <= cover, cover <= peak, 0 <= filled, filled <= cover))
+    facts.append(conj(cover >= 1, cover <= peak, filled >= 0, filled <= cover))
     facts.append(disj(group.deficit >= group.whole, filled >= 1))
     facts.append(implies(group.tail_shared, cover == filled + group.live - 1))
     return group
@@ -403,7 +403,8 @@ def numbers(world: World) -> list[Any]:
         ]
         for queue in (scheduler.running, scheduler.swapped, scheduler.waiting)
     ]
-    return [queues, scheduler.blocks.gpu_free, scheduler.blocks.cpu_free, scheduler.decodes_owed, list(scheduler.groups)]
+    blocks = scheduler.blocks
+    return [queues, blocks.gpu_free, blocks.cpu_free, scheduler.decodes_owed, list(scheduler.groups)]
 
 
 def planned_numbers(planned: Planned) -> list[Any]:
@@ -424,7 +425,7 @@ def events(planned: Planned) -> set[str]:
     names.update(f"preempt:{victim.mode}" for victim in step.victims)
     if len(step.victims) > 1:
         names.add("several victims")
-    if set(g.request_id for g in step.demoted) & set(v.group.request_id for v in step.victims):
+    if {g.request_id for g in step.demoted} & {v.group.request_id for v in step.victims}:
         names.add("swapped out and demoted in one step")
     if step.victims and not step.served:
         names.add("nothing but preemption")

@@ -294,13 +294,21 @@ def no_needless_demotion(t: Step) -> Bool:
 def preferred_mode(t: Step) -> Bool:
     """a victim is preempted in the preferred mode unless others are swapped (then swap) or it exceeds the CPU (then
     recompute)"""
-    mode = t.config.mode
     return every(
-        filled(t.before, v.group) > t.config.num_cpu_blocks if v.mode == "recompute" else v.others_swapped
+        disj(
+            conj(_prefers_recompute(t, v.group), not v.others_swapped),
+            filled(t.before, v.group) > t.config.num_cpu_blocks,
+        )
+        if v.mode == "recompute"
+        else disj(neg(_prefers_recompute(t, v.group)), v.others_swapped)
         for v in t.victims
-        if v.mode != (mode.value if mode is not None else "recompute" if v.group.live == 1 else "swap")
-        or (v.mode == "recompute" and v.others_swapped)
     )
+
+
+def _prefers_recompute(t: Step, g: Any) -> Bool:
+    """It is recomputed where nothing speaks against it: as configured, else with one live branch."""
+    mode = t.config.mode
+    return g.live == 1 if mode is None else mode.value == "recompute"
 
 
 @law("S16", Kind.STEP, origin="vLLM's watermark: admission leaves room for growth")

@@ -150,9 +150,7 @@ class Phases:
 
         Recompute is open only while nothing is swapped: else the victim would fall behind groups junior to it.
         """
-        mode = victim.prefers(self.config.mode)
-        if self.swapped:
-            mode = PreemptionMode.SWAP
+        mode = PreemptionMode.SWAP if self.swapped else victim.prefers(self.config.mode)
         if mode is PreemptionMode.SWAP and not self._make_room(self.blocks.swap_size(victim), step):
             mode = PreemptionMode.RECOMPUTE
         if mode is PreemptionMode.RECOMPUTE:
