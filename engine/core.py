@@ -84,6 +84,8 @@ class EngineCore:
         prompt: text, or token ids.  prompt_text: what token ids stand for, to be shown in outputs.
         Raises InvalidPromptError, InvalidParameterError or RefusedError, and then nothing has changed.
         """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         if priority != 0:
             raise RefusedError(f"priority is {priority}; only 0 is supported", "priority")
         token_ids, text = self._tokenize(prompt, prompt_text)
@@ -94,14 +96,18 @@ class EngineCore:
         except RefusedError as error:
             self.stats.refused[error.reason] += 1
             raise
-        self.stats.received += 1
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         state = RequestState(request_id, token_ids, params, seed, [[] for _ in range(params.width)])
-        branches = [
-            BranchOutput(state, branch, self.tokenizer, self.eos_token_ids, group.max_tokens)
-            for branch in range(params.width)
-        ]
+        try:
+            branches = [
+                BranchOutput(state, branch, self.tokenizer, self.eos_token_ids, group.max_tokens)
+                for branch in range(params.width)
+            ]
+        except Exception:  # a tokenizer that knows no bytes for the end of this prompt
+            self.scheduler.abort(request_id)
+            raise
         arrival = time.monotonic() if arrival_time is None else arrival_time
+        self.stats.received += 1
         self._states[request_id] = state
         self._requests[request_id] = _Request(state, group, text, branches, RequestMetrics(arrival_time=arrival))
 
@@ -156,6 +162,11 @@ class EngineCore:
             result = self.runner.execute(plan, self._states)
         except Exception as error:
             outputs += self._on_failed_step(plan, error)
+        except BaseException:  # an interrupt is nobody's fault: all keep their places, and the caller decides
+            departed = self._known(self.scheduler.fail(plan, ()))
+            self.stats.on_update(plan, 0)
+            self._gone = outputs + [self._depart(request) for request in departed]
+            raise
         else:
             outputs += self._on_result(plan, result, finished_only)
         self.stats.maybe_log(self.scheduler.counts())
@@ -186,26 +197,33 @@ class EngineCore:
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
             metrics.last_token_time = now
-        for request_id, reason in failed.items():
-            self._requests[request_id].error = f"{type(reason).__name__}: {reason}"
-        departed = self.scheduler.update(plan, stopped, failed)
+        departed = self._known(self.scheduler.update(plan, stopped, failed))
+        for request in departed:
+            if request.group.status is Status.FAILED:
+                reason = failed[request.state.request_id]
+                request.error = f"{type(reason).__name__}: {reason}"
         self.stats.on_update(plan, drawn)
         outputs = []
-        gone = {group.request_id for group in departed}
+        gone = {request.state.request_id for request in departed}
         if not finished_only:
             outputs += [self._output(request) for name, request in moved.items() if name not in gone]
-        outputs += [self._depart(self._requests[group.request_id]) for group in departed]
+        outputs += [self._depart(request) for request in departed]
         return outputs
 
     def _on_failed_step(self, plan: Plan, error: Exception) -> list[RequestOutput]:
         """The runner raised: the groups of this step end with the error, every other one is computed again."""
         names = [group.request_id for group, _ in plan.groups]
         logger.error("step %d failed, and with it %s", plan.step, ", ".join(names), exc_info=error)
-        departed = self.scheduler.fail(plan)
+        departed = self._known(self.scheduler.fail(plan))
         self.stats.on_update(plan, 0)
-        for group in departed:
-            self._requests[group.request_id].error = f"the step failed: {type(error).__name__}: {error}"
-        return [self._depart(self._requests[group.request_id]) for group in departed]
+        for request in departed:
+            if request.group.status is Status.FAILED:
+                request.error = f"the step failed: {type(error).__name__}: {error}"
+        return [self._depart(request) for request in departed]
+
+    def _known(self, groups: list[SequenceGroup]) -> list[_Request]:
+        """The requests of these groups; one whose `add_request` raised in the midst of a step has none."""
+        return [self._requests[group.request_id] for group in groups if group.request_id in self._requests]
 
     # outputs
 

@@ -68,9 +68,9 @@ class EngineStats:
         self.blocks_swapped_out += len(plan.blocks_to_swap_out)
         self.blocks_swapped_in += len(plan.blocks_to_swap_in)
         self.blocks_copied += len(plan.blocks_to_copy)
-        for action in plan.log:
-            if action.verb == "preempt":
-                self._warn(action.request_id, action.detail)
+        preempted = (action for action in plan.log if action.verb == "preempt")
+        for count, action in enumerate(preempted, start=self.preemptions + 1):
+            self._warn(action.request_id, action.detail, count)
 
     def _count_prefill(self, group: SequenceGroup, tokens: int) -> None:
         """Tell tokens computed for the first time from those computed again."""
@@ -100,13 +100,12 @@ class EngineStats:
         for action in plan.log:
             self.actions[f"preempt:{action.detail}" if action.verb == "preempt" else action.verb] += 1
 
-    def _warn(self, request_id: str, mode: str) -> None:
-        count = self.preemptions + 1
+    def _warn(self, request_id: str, mode: str, count: int) -> None:
         if count % WARN_EVERY == 1:
             logger.warning(
                 "Sequence group %s is preempted by PreemptionMode.%s mode because a more senior group needs its KV "
-                "cache blocks. It loses no output, but time. More gpu_memory_utilization, fewer max_num_seqs or shorter "
-                "requests make this rarer. total_cumulative_preemption_cnt=%d",
+                "cache blocks. It loses no output, but time. More gpu_memory_utilization, fewer max_num_seqs or "
+                "shorter requests make this rarer. total_cumulative_preemption_cnt=%d",
                 request_id,
                 mode.upper(),
                 count,
