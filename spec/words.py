@@ -73,6 +73,10 @@ class Measure:
         parted = pick(beyond <= 0, cdiv(done, self.size), g.shared_blocks + tails)
         return pick(g.tail_shared, cdiv(g.prompt_len, self.size), parted)
 
+    def tail(self, g: Any) -> Int:
+        """Blocks that one branch owns beyond the shared ones once all but its newest token are computed."""
+        return cdiv(g.known - 1 - g.shared_tokens, self.size)
+
     def peak(self, g: Any) -> Int:
         """Most GPU blocks it covers before its end: nobody computes the last token."""
         last = g.prompt_len + g.max_tokens - 1
