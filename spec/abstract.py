@@ -215,6 +215,7 @@ def demote(s: Counts, g: Row, blocks: Int) -> Counts:
         g.tokens == 0,
         g.held == measure(s).cover(g),
         tokens >= 1,
+        g.known - g.prompt_len < g.max_tokens,
         disj(tokens == g.deficit, tokens <= g.deficit - (g.live if g.forked else 1)),
         total(one.tokens for one in s.running) + tokens <= s.config.tokens,
     )
@@ -240,7 +241,9 @@ def fork(s: Counts, g: Row, blocks: Int) -> Counts:
     return s._replace(running=_put(s.running, g._replace(forked=True, tail_shared=shared)))
 
 
-@action(lambda s, g, blocks: conj(_is_in(s.running, g), g.forked, g.deficit == 0))
+@action(
+    lambda s, g, blocks: conj(_is_in(s.running, g), g.forked, g.deficit == 0, g.known - g.prompt_len < g.max_tokens)
+)
 def sample(s: Counts, g: Row, blocks: Int) -> Counts:
     """Every live branch draws a token, which it lacks from then on."""
     return s._replace(running=_put(s.running, g._replace(known=g.known + 1, deficit=g.live)))

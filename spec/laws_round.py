@@ -85,14 +85,14 @@ over_runs(
 over_runs(
     "L3",
     "termination",
-    "chunked: an accepted group finishes within the sum of p + n*(m-1) over itself and its seniors at arrival, in "
-    "steps, plus n*(p mod BS) for each that was rebuilt; prefill-first: within twice that many",
+    "chunked: an accepted group finishes within the sum of p + n*(m-1) + (n-1)*(p mod BS) over itself and its seniors "
+    "at arrival, in steps; prefill-first: within twice as many",
     origin="a bound a person can compute, not just 'eventually'",
 )
 over_runs(
     "L5",
     "no_starvation",
-    "no run goes round for ever without serving some unfinished group",
+    "no run goes round for ever while an accepted group stays in the queues",
     origin="a second opinion on L1 to L3",
 )
 over_runs(
@@ -104,12 +104,14 @@ over_runs(
 
 
 def steps_bound(g: Any, seniors: list[Any], chunked: bool = True) -> Int:
-    """L3: steps within which `g` finishes, from its arrival; `seniors` are the unfinished groups before it.
+    """L3: steps within which `g` leaves, from its arrival; `seniors` are the unfinished groups before it.
 
-    Every step computes at least one token of the most senior unfinished group; nothing is ever taken from it, so what
-    it computes again was lost while others were senior to it: once for itself, when it became the head.
+    The most senior group computes at least one token a step (in one of two steps, prefill-first) and is never
+    preempted.  What it lacks when it becomes the most senior is at most all of its work from nothing, and that is most
+    for a rebuild: each of n branches computes the partly filled prompt block again.
     """
     bound: Int = 0
     for one in [*seniors, g]:
-        bound = bound + one.prompt_len + one.n * (one.max_tokens - 1) + one.n * (one.prompt_len - one.shared_tokens)
+        again = (one.n - 1) * (one.prompt_len - one.shared_tokens)
+        bound = bound + one.prompt_len + one.n * (one.max_tokens - 1) + again
     return bound if chunked else 2 * bound
