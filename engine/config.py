@@ -127,7 +127,10 @@ class EngineArgs:
         memory: free bytes on the device; None to ask it.
         Raises ConfigError when the pool holds no block or cannot hold one sequence of an explicit max_model_len.
         """
-        max_model_len = model.check_max_model_len(self.max_model_len)
+        try:
+            max_model_len = model.check_max_model_len(self.max_model_len)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         config = SchedulerConfig(  # checks the rest of the arguments before any memory is counted
             num_gpu_blocks=1,
             block_size=self.block_size,
