@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from engine.scheduler import contracts
 from engine.scheduler.plan import BlockPair
 from engine.scheduler.sequence import SequenceGroup
 from spec.logic import Int, cdiv
@@ -130,11 +131,13 @@ class BlockManager:
 
     # verbs of the step
 
+    @contracts.blocks_admit
     def admit(self, group: SequenceGroup) -> None:
         """Give a waiting group the blocks for all tokens it knows: shared prompt blocks once, a tail each."""
         group.held = self.cover(group)
         group.tables = self._tables(group, [[] for _ in group.branches])
 
+    @contracts.blocks_grow
     def grow(self, group: SequenceGroup) -> list[BlockPair]:
         """Give a decode what it lacks; returns the copies (source, target) that its first writes call for."""
         copies = self._part_tail(group)
@@ -145,6 +148,7 @@ class BlockManager:
         group.held = self.cover(group)
         return copies
 
+    @contracts.blocks_swap_out
     def swap_out(self, group: SequenceGroup) -> list[BlockPair]:
         """Move the computed blocks to the CPU, each once; returns (GPU block, CPU block) pairs in table order."""
         moved: dict[int, int] = {}
@@ -161,6 +165,7 @@ class BlockManager:
         group.held = len(moved)
         return list(moved.items())
 
+    @contracts.blocks_swap_in
     def swap_in(self, group: SequenceGroup) -> tuple[list[BlockPair], list[BlockPair]]:
         """Bring a group back, with blocks for all tokens it knows; returns the moves (CPU, GPU) and the copies."""
         moved: dict[int, int] = {}
@@ -181,16 +186,19 @@ class BlockManager:
         group.held = self.cover(group)
         return list(moved.items()), copies
 
+    @contracts.blocks_drop_gpu
     def drop_gpu(self, group: SequenceGroup) -> None:
         """Give all its GPU blocks back."""
         self._release(group, self.gpu)
 
+    @contracts.blocks_drop_cpu
     def drop_cpu(self, group: SequenceGroup) -> None:
         """Give all its CPU blocks back."""
         self._release(group, self.cpu)
 
     # verbs of update
 
+    @contracts.blocks_fork
     def fork(self, group: SequenceGroup) -> None:
         """After its first run: `n` branches that name all prompt blocks of branch 0."""
         first = group.tables[0]
@@ -199,6 +207,7 @@ class BlockManager:
             for _ in range(1, group.n):
                 self.gpu.share(block)
 
+    @contracts.blocks_finish_branch
     def finish_branch(self, group: SequenceGroup, branch: int) -> None:
         """Drop the table of one branch of a running group; what its siblings name stays."""
         before = len(self.gpu.free)

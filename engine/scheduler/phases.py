@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from engine.scheduler import contracts
 from engine.scheduler.blocks import BlockCounts
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.plan import Action, BlockPair, Plan, PreemptionMode
@@ -67,6 +68,7 @@ class Phases:
         self.running.extend(step.rest)
         step.rest = deque()
 
+    @contracts.decode_head
     def _decode_head(self, step: Step) -> bool:
         group = step.rest[0]
         if not group.is_decode:
@@ -86,6 +88,7 @@ class Phases:
 
     # running prefills
 
+    @contracts.catch_up
     def _catch_up(self, step: Step) -> None:
         """The running prefill, of which there is at most one, the most junior (law Q4), gets what budget is left."""
         if self.running and not self.running[-1].is_decode:
@@ -99,6 +102,7 @@ class Phases:
         while self.swapped and self._swap_in_head(step):
             pass
 
+    @contracts.swap_in_head
     def _swap_in_head(self, step: Step) -> bool:
         group = self.swapped[0]
         tokens = group.piece(step.tokens)
@@ -121,6 +125,7 @@ class Phases:
         while self.waiting and self._admit_head(step):
             pass
 
+    @contracts.admit_head
     def _admit_head(self, step: Step) -> bool:
         group = self.waiting[0]
         tokens = group.piece(step.tokens)
@@ -145,6 +150,7 @@ class Phases:
 
     # preemption
 
+    @contracts.preempt
     def _preempt(self, victim: SequenceGroup, step: Step) -> None:
         """Take the GPU blocks of the most junior running group.
 
@@ -158,6 +164,7 @@ class Phases:
         else:
             self._swap_out(victim, step)
 
+    @contracts.swap_out
     def _swap_out(self, victim: SequenceGroup, step: Step) -> None:
         step.preempt(victim, PreemptionMode.SWAP)
         step.swapped_out[victim] = self.blocks.swap_out(victim)
@@ -165,6 +172,7 @@ class Phases:
         victim.status = Status.SWAPPED
         self.swapped.appendleft(victim)
 
+    @contracts.recompute
     def _recompute(self, victim: SequenceGroup, step: Step) -> None:
         step.preempt(victim, PreemptionMode.RECOMPUTE)
         self.blocks.drop_gpu(victim)
@@ -172,12 +180,14 @@ class Phases:
         victim.status = Status.WAITING
         self.waiting.appendleft(victim)
 
+    @contracts.make_room
     def _make_room(self, size: Int, step: Step) -> bool:
         """Demote the most junior swapped groups until `size` CPU blocks are free; False if that takes more than all."""
         while self.swapped and size > self.blocks.cpu_free:
             self._demote(step)
         return bool(size <= self.blocks.cpu_free)
 
+    @contracts.demote
     def _demote(self, step: Step) -> None:
         """Drop the KV of the most junior swapped group; a swap-out of this very step is taken back."""
         group = self.swapped.pop()

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from engine.scheduler import contracts
 from engine.scheduler.blocks import BlockCounts, BlockManager
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.errors import DuplicateError, ProtocolError, RefusedError
@@ -56,6 +57,7 @@ class Scheduler(Phases):
 
     # requests
 
+    @contracts.add
     def add(self, group: SequenceGroup) -> SequenceGroup:
         """Accept a group at the end of waiting.  It is sure to finish, whatever else arrives.
 
@@ -113,6 +115,7 @@ class Scheduler(Phases):
         tail = (self.config.num_gpu_blocks - shared) // group.n  # blocks each branch may own
         return max(1, min(limit, (shared + tail) * size - group.prompt_len + 1))
 
+    @contracts.abort
     def abort(self, request_id: str) -> bool:
         """End a group wherever it is; False if no unfinished group has this id.
 
@@ -145,6 +148,7 @@ class Scheduler(Phases):
 
     # the step
 
+    @contracts.schedule
     def schedule(self) -> Plan:
         """Plan one step.  It never fails for lack of memory; the plan is empty only when nothing is unfinished.
 
@@ -218,6 +222,7 @@ class Scheduler(Phases):
 
     # what came of it
 
+    @contracts.update
     def update(
         self, plan: Plan, stopped: Collection[tuple[str, int]] = (), failed: Collection[str] = ()
     ) -> list[SequenceGroup]:
@@ -272,6 +277,7 @@ class Scheduler(Phases):
         if group.n > 1:
             self._note("fork", group, detail=str(group.n))
 
+    @contracts.fail
     def fail(self, plan: Plan, request_ids: Iterable[str] | None = None) -> list[SequenceGroup]:
         """Take note that the plan was not carried out, wholly or in part: its KV cannot be trusted.
 

@@ -60,7 +60,7 @@ class Replayed:
                 self.steps += 1
                 name = f"step {self.steps}"
                 plan = s.schedule()
-                actions += _of_plan(plan)
+                actions += of_plan(plan)
                 for rank in event.aborted:
                     s.abort(order[rank])
                     actions.append(f"abort {order[rank]} in mid-step")
@@ -76,9 +76,9 @@ class Replayed:
         self.rows.append(
             Row(
                 name,
-                _queue(s.running),
-                _queue(s.swapped),
-                _queue(s.waiting),
+                queue(s.running),
+                queue(s.swapped),
+                queue(s.waiting),
                 f"{s.blocks.gpu_free}/{s.config.num_gpu_blocks}",
                 f"{s.blocks.cpu_free}/{s.config.num_cpu_blocks}",
                 actions,
@@ -90,7 +90,7 @@ def _name(arrival: int) -> str:
     return chr(ord("a") + arrival) if arrival < 26 else f"r{arrival}"
 
 
-def _queue(groups: Any) -> str:
+def queue(groups: Any) -> str:
     """Each group as name, known tokens, * branches, and what it lacks where that is more than the next token."""
     shown = []
     for g in groups:
@@ -103,7 +103,8 @@ def _queue(groups: Any) -> str:
     return " ".join(shown) or "."
 
 
-def _of_plan(plan: Any) -> list[str]:
+def of_plan(plan: Any) -> list[str]:
+    """What a plan does, in its order, and who runs."""
     done = [_entry(entry) for entry in plan.log if entry.verb in STEP_VERBS and entry.verb != "swap_out"]
     ran = [f"{g.request_id} {tokens}" for g, tokens in plan.groups]
     return [*done, "run " + ", ".join(ran) if ran else "run nobody"]
@@ -124,16 +125,7 @@ def timeline(
     run = Replayed(make, new_group)
     for event in violation.run:
         run.carry_out(event)
-    head = Row("", "running", "swapped", "waiting", "GPU free", "CPU free", ["actions"])
-    rows = [head, *run.rows]
-    columns = ("event", "running", "swapped", "waiting", "gpu", "cpu")
-    widths = [max(len(getattr(row, name)) for row in rows) for name in columns]
-    lines = []
-    for i, row in enumerate(rows):
-        mark = ">> " if i == len(rows) - 1 else "   "
-        cells = [getattr(row, name).ljust(w) for name, w in zip(columns, widths, strict=True)]
-        left = mark + "  ".join(cells) + "  "
-        lines += _wrapped(left, row.actions, width)
+    lines = table(run.rows, width)
     law = violation.law
     lines += ["", f"{law.id} {law.name}: {law.statement}"]
     if violation.detail:
@@ -141,6 +133,19 @@ def timeline(
     lines += [f"   {line}" for line in _values(run)]
     lines.append("   (a group shows as name:known tokens, x live branches, - tokens it lacks; [blocks])")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def table(rows: list[Row], width: int = 120) -> list[str]:
+    """The rows in columns, the last one marked."""
+    rows = [Row("", "running", "swapped", "waiting", "GPU free", "CPU free", ["actions"]), *rows]
+    columns = ("event", "running", "swapped", "waiting", "gpu", "cpu")
+    widths = [max(len(getattr(row, name)) for row in rows) for name in columns]
+    lines = []
+    for i, row in enumerate(rows):
+        mark = ">> " if i == len(rows) - 1 else "   "
+        cells = [getattr(row, name).ljust(w) for name, w in zip(columns, widths, strict=True)]
+        lines += _wrapped(mark + "  ".join(cells) + "  ", row.actions, width)
+    return lines
 
 
 def _wrapped(left: str, actions: list[str], width: int) -> list[str]:
