@@ -3,7 +3,7 @@
 python benchmarks/scheduler_step.py [--json] [--sizes 16 64 256 1024 4096]
 
 decode: N groups of one branch decoding.  mixed: N decodes and prompts of 1500 tokens that fill the budget.
-65536 GPU blocks of 16 tokens, 4096 tokens a step, prompts of 128 to 143 tokens; median and lower quartile of 60 steps.
+65536 GPU blocks of 16 tokens (more above 512 decodes), 4096 tokens a step, prompts of 128 to 143 tokens; median and lower quartile of 60 steps.
 Also what one add, and one step of a load with n=8 under memory pressure, cost.
 """
 
@@ -23,7 +23,7 @@ def world(count: int) -> Scheduler:
     """A scheduler in which `count` groups are decoding."""
     scheduler = Scheduler(
         SchedulerConfig(
-            num_gpu_blocks=65536,
+            num_gpu_blocks=max(65536, 128 * count),
             max_num_batched_tokens=max(4096, count + 64),
             max_num_seqs=max(count, 64) + 64,
             max_model_len=8192,
