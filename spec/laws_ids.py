@@ -5,7 +5,6 @@ State laws here read the live scheduler (its pools), step laws a `views.Step`.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from spec.law import Kind, Tier, law
@@ -22,10 +21,12 @@ def refcounts_exact(s: Any) -> bool:
 
 
 def _counted(pool: Any, queue: Any) -> bool:
-    refs = Counter(block for g in queue for table in g.tables for block in table)
-    return pool.refs == [refs[b] for b in range(pool.capacity)] and sorted(pool.free) == [
-        b for b in range(pool.capacity) if not refs[b]
-    ]
+    refs = [0] * pool.capacity
+    for g in queue:
+        for table in g.tables:
+            for block in table:
+                refs[block] += 1
+    return pool.refs == refs and sorted(pool.free) == [block for block, count in enumerate(refs) if not count]
 
 
 @law("B4t", Kind.STATE, tier=IDS, origin="tables too short for a write, or too long: blocks nobody uses")
@@ -79,6 +80,8 @@ def plan_is_delta(t: Any) -> bool:
     arrived: dict[str, dict[int, set[int]]] = {}
     for g in t.mid.running:
         was = old[g.request_id]
+        if was.tables == g.tables and g.request_id in was_running:
+            continue
         for branch, done in computed(g):
             filled = cdiv(done, size)
             if g.request_id in was_swapped:
@@ -164,7 +167,11 @@ def writes_are_exclusive(t: Any) -> bool:
     """a block written in this step has one owner, except full prompt blocks of one group, written once; no two tokens
     of a step share a slot"""
     size = t.config.block_size
-    owners = Counter(block for g in t.mid.running for table in g.tables for block in table)
+    owners = [0] * t.config.num_gpu_blocks
+    for g in t.mid.running:
+        for table in g.tables:
+            for block in table:
+                owners[block] += 1
     slots: set[int] = set()
     count = 0
     for row in t.plan.scheduled:
