@@ -9,7 +9,6 @@ from typing import Any
 
 from spec.law import Kind, Tier, law
 from spec.logic import cdiv
-from spec.words import queued
 
 IDS = Tier.IDS
 
@@ -65,7 +64,7 @@ def blocks_have_one_group(s: Any) -> bool:
 def plan_is_delta(t: Any) -> bool:
     """the plan's swap and copy lists are exactly the net change of the tables: live sources, free distinct targets; a
     group swapped out and demoted in one step leaves no entry"""
-    old = {g.request_id: g for g in queued(t.before)}
+    old = t.was
     was_swapped = {g.request_id for g in t.before.swapped}
     was_running = {g.request_id for g in t.before.running}
     size = t.config.block_size

@@ -14,8 +14,7 @@ Round = Any
 @law("N1", Kind.ROUND, origin="a group that can never come back was dropped in silence")
 def nothing_lost(r: Round) -> Bool:
     """a group leaves only by finish, abort or fail, and then it is gone"""
-    stay = [i for i in r.step.mid.groups if i not in r.departed]
-    return sorted(r.after.groups) == sorted(stay)
+    return set(r.after.groups) == {one for one in r.step.mid.groups if one not in r.departed}
 
 
 @law("N2", Kind.ROUND, origin="a mutant whose update moved a bystander")
@@ -35,10 +34,10 @@ def update_moves_nobody(r: Round) -> Bool:
 def samples_when_caught_up(r: Round) -> Bool:
     """a group grows by one token a branch exactly when its scheduled tokens were its whole deficit; else it lacks as
     many fewer as it was given"""
-    given = {v.was.request_id: v.tokens for v in r.step.served}
-    old = {g.request_id: g for g in queued(r.step.mid)}
     return every(
-        _advanced(old[g.request_id], g, given.get(g.request_id, 0)) for g in queued(r.after) if g.request_id in old
+        _advanced(r.step.now[g.request_id], g, r.step.given.get(g.request_id, 0))
+        for g in queued(r.after)
+        if g.request_id in r.step.now
     )
 
 
@@ -57,11 +56,11 @@ def _advanced(old: Any, new: Any, tokens: Int) -> Bool:
 @law("N3", Kind.ROUND, origin="a finished branch went on")
 def branches_only_end(r: Round) -> Bool:
     """after the fork a group's branches only become fewer, and all n are there before it"""
-    old = {g.request_id: g for g in queued(r.step.mid)}
-    return every(
-        set(g.branches) <= set(old[g.request_id].branches if old[g.request_id].forked else range(g.n))
+    return all(
+        branch in (r.step.now[g.request_id].branches if r.step.now[g.request_id].forked else range(g.n))
         for g in queued(r.after)
-        if g.request_id in old
+        if g.request_id in r.step.now
+        for branch in g.branches
     )
 
 

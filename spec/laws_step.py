@@ -24,7 +24,7 @@ def tokens_left(t: Step) -> Int:
 
 
 def served_ids(t: Step) -> frozenset[str]:
-    return frozenset(v.was.request_id for v in t.served)
+    return frozenset(t.given)
 
 
 # what holds between schedule() and update()
@@ -67,9 +67,8 @@ def unserved_keep_blocks(t: Step) -> Bool:
 @law("M3", Kind.MID, origin="two groups in mid-prompt: the junior one could starve the other of blocks")
 def one_behind_after(t: Step) -> Bool:
     """after the plan only the most junior of running ++ swapped can still be in mid-prompt or mid-rebuild"""
-    given = {v.was.request_id: v.tokens for v in t.served}
     inside = [*t.mid.running, *t.mid.swapped]
-    return every(_will_be_abreast(g, g.deficit - given.get(g.request_id, 0)) for g in inside[:-1])
+    return every(_will_be_abreast(g, g.deficit - t.given.get(g.request_id, 0)) for g in inside[:-1])
 
 
 def _will_be_abreast(g: Any, rest: Int) -> Bool:
@@ -80,15 +79,13 @@ def _will_be_abreast(g: Any, rest: Int) -> Bool:
 @law("M4", Kind.MID, origin="the tokens of a step are written in one place and read in another")
 def tokens_recorded(t: Step) -> Bool:
     """each group carries the tokens that the plan gives it, and no other group any"""
-    given = {v.was.request_id: v.tokens for v in t.served}
-    return every(g.tokens == given.get(g.request_id, 0) for g in queued(t.mid))
+    return every(g.tokens == t.given.get(g.request_id, 0) for g in queued(t.mid))
 
 
 @law("M5", Kind.MID, origin="needed by the induction")
 def homes_are_filled(t: Step) -> Bool:
     """after the plan whoever has a home will have computed something there"""
-    given = {v.was.request_id: v.tokens for v in t.served}
-    return every(g.deficit - given.get(g.request_id, 0) < whole(g) for g in [*t.mid.running, *t.mid.swapped])
+    return every(g.deficit - t.given.get(g.request_id, 0) < whole(g) for g in [*t.mid.running, *t.mid.swapped])
 
 
 # what schedule() may decide
@@ -348,20 +345,19 @@ def schedule_loses_nobody(t: Step) -> Bool:
 def moves_keep_counts(t: Step) -> Bool:
     """schedule changes no group's length or branches; it raises the deficit of the groups that lose their KV to all
     they know, and changes no other deficit"""
-    old = {g.request_id: g for g in queued(t.before)}
     dropped = {g.request_id for g in t.demoted} | {v.group.request_id for v in t.victims if v.mode == "recompute"}
     return every(
         conj(
-            g.known == old[g.request_id].known,
-            g.branches == old[g.request_id].branches,
-            g.live == old[g.request_id].live,
-            g.forked == old[g.request_id].forked,
-            g.max_tokens == old[g.request_id].max_tokens,
-            g.arrival == old[g.request_id].arrival,
-            g.deficit == (whole(g) if g.request_id in dropped else old[g.request_id].deficit),
+            g.known == t.was[g.request_id].known,
+            g.branches == t.was[g.request_id].branches,
+            g.live == t.was[g.request_id].live,
+            g.forked == t.was[g.request_id].forked,
+            g.max_tokens == t.was[g.request_id].max_tokens,
+            g.arrival == t.was[g.request_id].arrival,
+            g.deficit == (whole(g) if g.request_id in dropped else t.was[g.request_id].deficit),
         )
         for g in queued(t.mid)
-        if g.request_id in old
+        if g.request_id in t.was
     )
 
 

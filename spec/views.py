@@ -6,6 +6,7 @@ snapshot is immutable and stays what it was while the scheduler moves on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from spec.logic import Int
@@ -121,6 +122,9 @@ class Step(NamedTuple):
     victims: tuple[Victim, ...]
     demoted: tuple[Group, ...]
     verbs: tuple[str, ...]  # of the step, in order
+    given: Mapping[str, Int]  # tokens of each served group, by id
+    was: Mapping[str, Group]  # every group before the step, by id
+    now: Mapping[str, Group]  # every group between schedule() and update(), by id
 
     @property
     def config(self) -> Any:
@@ -181,6 +185,9 @@ def observe(before: State, plan: Any, mid: State) -> Step:
         tuple(victims),
         tuple(demoted),
         tuple(verbs),
+        {one.was.request_id: one.tokens for one in served},
+        old,
+        new,
     )
 
 
