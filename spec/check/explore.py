@@ -21,7 +21,6 @@ from spec import plain, views
 from spec.check.codec import NAMES, RANKS, Codec, Saved, UnfaithfulError
 from spec.check.shadow import Shadow
 from spec.laws import BY_ID, Kind, Law, Tier
-from spec.views import LEAVING
 
 
 class Event(NamedTuple):
@@ -86,7 +85,6 @@ class Found:
     violation: Violation | None
     sometimes: Counter[str]
     graph: Graph | None = None
-    deepest: int = 0
 
     @property
     def rate(self) -> float:
@@ -117,9 +115,9 @@ class Checks:
         self.ids_step = of(Kind.STEP, Tier.IDS)
 
 
-Transition = tuple[Event, bytes, int, tuple[int, ...]]  # what happened, then, ranks served as bits, ranks after
 Make = Callable[[], Any]
 NewGroup = Callable[[str, int, int, int], Any]
+Hook = Callable[[views.Step, views.Round, Event], None]
 
 
 def explore(
@@ -129,7 +127,7 @@ def explore(
     *,
     limit: int = 100_000_000,
     graph: bool = False,
-    step_hook: Callable[[Any, Any, Any], None] | None = None,
+    step_hook: Hook | None = None,
     goal: Callable[[Any], bool] | None = None,
     laws: Iterable[str] | None = None,
 ) -> Found:
@@ -146,17 +144,20 @@ def explore(
 
 
 class _Search:
-    def __init__(self, world: World, make: Make, new_group: NewGroup, step_hook: Any, laws: frozenset[str]) -> None:
-        self.world, self.make, self.new_group, self.step_hook = world, make, new_group, step_hook
+    def __init__(self, world: World, make: Make, new_group: NewGroup, hook: Hook | None, laws: frozenset[str]) -> None:
+        self.world, self.make, self.new_group, self.hook = world, make, new_group, hook
         self.codec = Codec(make, new_group)
-        self.laws = laws
-        self.checks = Checks(laws)
+        self.laws, self.checks = laws, Checks(laws)
+        self.complete = len(laws) == len(BY_ID)
         self.sometimes: Counter[str] = Counter()
         self.index: dict[bytes, int] = {}
         self.parents: list[tuple[int, Event | None]] = []
-        config = world.config
-        self.sizes = (config.block_size, config.num_gpu_blocks, config.num_cpu_blocks)
+        self.queue: deque[bytes] = deque()
         self.adds = tuple(Event("add", group=request) for request in self._accepted())
+        self.edges = 0
+        self.here = 0
+        self.graph: Graph | None = None
+        self.goal: Callable[[Any], bool] | None = None
 
     def _accepted(self) -> tuple[tuple[int, int, int], ...]:
         """The menu without what this configuration refuses."""
@@ -171,93 +172,32 @@ class _Search:
 
     def run(self, limit: int, keep_graph: bool, goal: Callable[[Any], bool] | None) -> Found:
         begun = time.process_time()
-        graph = Graph() if keep_graph else None
-        edges = 0
-        complete = True
+        self.graph = Graph() if keep_graph else None
+        self.goal = goal
         violation = None
-        queue: deque[bytes] = deque()
-        index, parents = self.index, self.parents
         start = self.codec.encode(self.make())
-        index[start] = 0
-        parents.append((-1, None))
-        queue.append(start)
-        here = -1
+        self.index[start] = 0
+        self.parents.append((-1, None))
+        self.queue.append(start)
+        number = 0
         try:
-            while queue:
-                key = queue.popleft()
-                here += 1
-                if graph is not None:
-                    graph.edges.append([])
-                    graph.keys.append(key)
-                    graph.groups.append(key[0] + key[1] + key[2])
-                for event, successor, served, ranks in self._successors(key, graph is not None):
-                    edges += 1
-                    there = index.get(successor)
-                    if there is None:
-                        there = index[successor] = len(parents)
-                        parents.append((here, event))
-                        queue.append(successor)
-                        if goal is not None and goal(self.codec.restore(successor)):
-                            raise _BrokenError(BY_ID["S8"], event, "goal")
-                    if graph is not None:
-                        graph.edges[here].append((there, event.kind == "step", served, ranks))
-                if len(parents) >= limit:
-                    complete = False
-                    break
+            while self.queue and len(self.parents) < limit:
+                self.here = number
+                self._expand(self.queue.popleft())
+                number += 1
         except _BrokenError as broken:
-            complete = False
-            if broken.detail == "goal":
-                violation = Violation(broken.law, self._run_to(len(parents) - 1, None), "goal")
-            else:
-                violation = Violation(broken.law, self._run_to(here, broken.event), broken.detail)
+            violation = Violation(broken.law, self._run_to(self.here, broken.event), broken.detail)
         seconds = time.process_time() - begun
-        return Found(len(parents), edges, seconds, complete, violation, self.sometimes, graph)
+        complete = violation is None and not self.queue
+        return Found(len(self.parents), self.edges, seconds, complete, violation, self.sometimes, self.graph)
 
-    def _run_to(self, state: int, last: Event | None) -> tuple[Event, ...]:
-        events = [] if last is None else [last]
+    def _run_to(self, state: int, last: Event) -> tuple[Event, ...]:
+        events = [last]
         while state > 0:
             state, event = self.parents[state]
             assert event is not None
             events.append(event)
         return tuple(reversed(events))
-
-    # one state
-
-    def _successors(self, key: bytes, ranked: bool) -> Iterator[Transition]:
-        world = self.world
-        s = self.codec.restore(key)
-        before = views.snapshot(s)
-        unfinished = len(before.groups)
-        saved = Saved(s)
-        if unfinished < world.groups:
-            for event in self.adds:
-                s.add(self.new_group(NAMES[unfinished], *event.group))
-                yield from self._close(s, event, 0, ranked, unfinished)
-                saved.load()
-        if world.aborts:
-            for rank in range(unfinished):
-                event = Event("abort", rank=rank)
-                s.abort(NAMES[rank])
-                yield from self._close(s, event, 0, ranked, unfinished)
-                saved.load()
-        if unfinished:
-            yield from self._steps(s, before, ranked)
-
-    def _close(self, s: Any, event: Event, served: int, ranked: bool, unfinished: int) -> Iterator[Transition]:
-        try:
-            key = self.codec.encode(s)
-        except UnfaithfulError:
-            self._broken(self.checks.state(views.snapshot(s)) or self.checks.ids(s), event)
-            if len(self.laws) == len(BY_ID):
-                self._broken([BY_ID["Q1"]], event)  # no predicate sees it, but the state is not as derived
-            return
-        if key not in self.index:
-            self._broken(self.checks.state(s) or self.checks.ids(s), event)
-        ranks: tuple[int, ...] = ()
-        if ranked:
-            place = {g.request_id: i for i, g in enumerate([*s.running, *s.swapped, *s.waiting])}
-            ranks = tuple(place.get(NAMES[rank], -1) for rank in range(unfinished))
-        yield event, key, served, ranks
 
     def _broken(self, laws: list[Law], event: Event, detail: str = "") -> None:
         """Stop at the first of the laws that is looked for."""
@@ -265,22 +205,69 @@ class _Search:
             if one.id in self.laws:
                 raise _BrokenError(one, event, detail)
 
-    def _raised(self, error: Exception, event: Event) -> None:
-        self._broken([BY_ID["S8"]], event, f"{type(error).__name__}: {error}")
+    # one state
 
-    def _steps(self, s: Any, before: Any, ranked: bool) -> Iterator[Transition]:
-        checks = self.checks
+    def _expand(self, key: bytes) -> None:
+        """All transitions from a state."""
+        world = self.world
+        s = self.codec.restore(key)
+        before = views.snapshot(s)
+        unfinished = len(before.groups)
+        if self.graph is not None:
+            self.graph.edges.append([])
+            self.graph.keys.append(key)
+            self.graph.groups.append(unfinished)
+        saved = Saved(s)
+        if unfinished < world.groups:
+            for event in self.adds:
+                s.add(self.new_group(NAMES[unfinished], *event.group))
+                self._arrive(s, event, 0, unfinished)
+                saved.load()
+        if world.aborts:
+            for rank in range(unfinished):
+                s.abort(NAMES[rank])
+                self._arrive(s, Event("abort", rank=rank), 0, unfinished)
+                saved.load()
+        if unfinished:
+            self._steps(s, before)
+
+    def _arrive(self, s: Any, event: Event, served: int, unfinished: int) -> None:
+        """A transition has led here: is the state lawful, and is it new?"""
+        self.edges += 1
+        try:
+            key = self.codec.encode(s)
+        except UnfaithfulError:
+            self._broken(self.checks.state(views.snapshot(s)) or self.checks.ids(s), event)
+            if self.complete:
+                self._broken([BY_ID["Q1"]], event)  # no predicate sees it, but the state is not as derived
+            return
+        there = self.index.get(key)
+        if there is None:
+            self._broken(self.checks.state(s) or self.checks.ids(s), event)
+            there = self.index[key] = len(self.parents)
+            self.parents.append((self.here, event))
+            self.queue.append(key)
+            if self.goal is not None and self.goal(s):
+                raise _BrokenError(BY_ID["S8"], event, "goal")
+        if self.graph is not None:
+            place = {g.request_id: i for i, g in enumerate([*s.running, *s.swapped, *s.waiting])}
+            ranks = tuple(place.get(NAMES[rank], -1) for rank in range(unfinished))
+            self.graph.edges[self.here].append((there, event.kind == "step", served, ranks))
+
+    def _steps(self, s: Any, before: Any) -> None:
+        """Schedule once, check it, and go on with everything that can come of it."""
         shadow = Shadow.of(s)
         event = Event("step")
         try:
             plan = s.schedule()
         except Exception as error:
-            return self._raised(error, event)
+            return self._broken([BY_ID["S8"]], event, f"{type(error).__name__}: {error}")
         mid = views.snapshot(s)
         try:
             step = views.observe(before, plan, mid)
         except KeyError as error:
             return self._broken([BY_ID["S19"]], event, f"unknown group {error}")
+        checks = self.checks
         self._broken(
             checks.step(step)
             or checks.mid(step)
@@ -292,33 +279,39 @@ class _Search:
         try:
             shadow.execute(plan)
         except Exception as error:
-            self._broken([BY_ID["B7"]], event, str(error))
+            self._broken([BY_ID["B7"]], event, f"{type(error).__name__}: {error}")
         self.sometimes.update(step.verbs)
-        served = sum(1 << RANKS[v.was.request_id] for v in step.served)
+        self.sometimes.update(f"preempt by {victim.mode}" for victim in step.victims)
+        served = sum(1 << RANKS[request_id] for request_id in step.given)
         saved = Saved(s)
         for event in self._outcomes(plan, len(before.groups)):
             saved.load()
-            for rank in event.aborted:
-                s.abort(NAMES[rank])
-            try:
-                if event.broken:
-                    s.fail(plan)
-                else:
-                    s.update(plan, [(NAMES[r], b) for r, b in event.stopped], [NAMES[r] for r in event.failed])
-            except Exception as error:
-                self._raised(error, event)
-                continue
+            self._finish(s, step, event, shadow, served)
+        return None
+
+    def _finish(self, s: Any, step: views.Step, event: Event, shadow: Shadow, served: int) -> None:
+        """Carry one outcome of a plan through."""
+        plan = step.plan
+        for rank in event.aborted:
+            s.abort(NAMES[rank])
+        mark = len(plan.log)
+        try:
+            if event.broken:
+                s.fail(plan)
+            else:
+                s.update(plan, [(NAMES[r], b) for r, b in event.stopped], [NAMES[r] for r in event.failed])
+        except Exception as error:
+            return self._broken([BY_ID["S8"]], event, f"{type(error).__name__}: {error}")
+        if not event.broken:
             turn = views.conclude(step, s)
-            if not event.broken:
-                self._broken(checks.round(turn), event)
-                if not shadow.agrees(s):
-                    self._broken([BY_ID["B7"]], event)
-            for verb, *_ in plan.log:
-                if verb in LEAVING or verb in ("fork", "finish_branch"):
-                    self.sometimes[verb] += 1
-            if self.step_hook is not None:
-                self.step_hook(step, turn._replace(after=views.snapshot(s)), event)
-            yield from self._close(s, event, served, ranked, len(before.groups))
+            self._broken(self.checks.round(turn), event)
+            if not shadow.agrees(s):
+                self._broken([BY_ID["B7"]], event)
+            if self.hook is not None:
+                self.hook(step, turn._replace(after=views.snapshot(s)), event)
+        for entry in plan.log[mark:]:
+            self.sometimes[entry[0]] += 1
+        return self._arrive(s, event, served, len(step.before.groups))
 
     def _outcomes(self, plan: Any, unfinished: int) -> Iterator[Event]:
         """All that can come of a plan."""
