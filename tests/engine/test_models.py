@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig, RopeConfig, config_from_hf
 from engine.models.errors import ModelLoadError
-from engine.models.load import locate_model
 from engine.models.rope import inverse_frequencies
 from engine.runner import ModelRunner
-from engine.tokenizer import get_tokenizer
 from tests.engine.paged import CHECKPOINTS, make_checkpoint, model_runner, request, row, run
 
 TABLE = [17, 3, 38, 9, 0, 25, 11, 30]
@@ -176,28 +173,3 @@ def test_old_spellings_of_rope_are_read() -> None:
     old = config(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
     assert old.rope == RopeConfig(5e5, "linear", 2.0)
     assert old.max_position == 200
-
-
-@pytest.mark.model
-def test_the_embedded_model_agrees_with_transformers() -> None:
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    file = locate_model("smollm2-135m").path
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reference = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        ).eval()
-    tokenizer = get_tokenizer(file)
-    runner = model_runner("smollm2-135m", block_size=16, dtype="float32")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
-    prompt = tokenizer.encode(text, add_special_tokens=False)
-    state, middle = request(prompt), len(prompt) // 2
-    run(runner, state, scheduled=[row(state, 0, middle, TABLE, 16)])
-    run(runner, state, scheduled=[row(state, middle, len(prompt), TABLE, 16, draws=(0,))])
-    same(runner.sampler.logits[0], reference_logits(reference, prompt)[-1])
-    while state.outputs[0][-1] not in runner.model_config.eos_token_ids:
-        position = len(prompt) + len(state.outputs[0]) - 1
-        run(runner, state, scheduled=[row(state, position, position + 1, TABLE, 16, draws=(0,))])
-    same(runner.sampler.logits[0], reference_logits(reference, prompt + state.outputs[0][:-1])[-1])
-    assert tokenizer.decode(state.outputs[0]) == "The capital of France is Paris."
