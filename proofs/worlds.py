@@ -16,7 +16,7 @@ shared), are at least known - shared + live - 1.  `test_1_inductive` shows that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,10 +24,9 @@ from engine.scheduler import Scheduler, SequenceGroup, Status
 from engine.scheduler.blocks import BlockManager
 from engine.scheduler.plan import PreemptionMode
 from spec import views
-from spec.check.symbolic import Report, Source, SymInt, prove
-from spec.law import Law
-from spec.laws import MID, STATE, STATE_IN_MID, STEP
+from spec.check.symbolic import Source, SymInt
 from spec.logic import Bool, Int, cdiv, conj, disj, implies, pick
+from spec.words import Measure, whole
 
 MODES = {"any_mode": None, "swap": PreemptionMode.SWAP, "recompute": PreemptionMode.RECOMPUTE}
 
@@ -36,7 +35,7 @@ class Shape(NamedTuple):
     """Which world: lengths of the queues, order and preferred mode, and how far the groups are.
 
     forked: so many groups, the most senior, have generated a token (law L4: they are a prefix of the queues).
-    branches: (n, live) of each group, None for any.  block_size: None for any; then branches are any as well.
+    branches: (n, live) of each group, or None for one of any n.  block_size: None for any; then every n is any as well.
     """
 
     running: int
@@ -45,7 +44,7 @@ class Shape(NamedTuple):
     chunked: bool = True
     mode: PreemptionMode | None = None
     forked: int = 0
-    branches: tuple[tuple[int, int], ...] | None = None
+    branches: tuple[tuple[int, int] | None, ...] = ()
     block_size: int | None = None
 
     @property
@@ -132,23 +131,28 @@ def any_live(live: Int, tail: Int, tails: Int) -> Any:
 
 
 class AnyMeasure:
-    """What each group covers, fills and peaks at, by request id: the laws' measure of a world of `AnyBlocks`."""
+    """What each group covers, fills and peaks at, by request id: the laws' measure of a world.
 
-    def __init__(self) -> None:
+    A group that is not listed is measured by the laws' own formula.
+    """
+
+    def __init__(self, block_size: int | None) -> None:
+        self.exact = Measure(block_size) if block_size else None
         self.covers: dict[str, Int] = {}
         self.fills: dict[str, Int] = {}
         self.peaks: dict[str, Int] = {}
 
     def cover(self, g: Any) -> Int:
-        return self.covers[g.request_id]
+        return self.covers[g.request_id] if g.request_id in self.covers else self.exact.cover(g)  # type: ignore[union-attr]
 
     def filled(self, g: Any) -> Int:
         """Nothing where nothing is computed."""
-        everything = g.shared_tokens + g.live * (g.known - g.shared_tokens) if g.forked else g.known
-        return pick(g.deficit >= everything, 0, self.fills[g.request_id])
+        if g.request_id not in self.fills:
+            return self.exact.filled(g)  # type: ignore[union-attr]
+        return pick(g.deficit >= whole(g), 0, self.fills[g.request_id])
 
     def peak(self, g: Any) -> Int:
-        return self.peaks[g.request_id]
+        return self.peaks[g.request_id] if g.request_id in self.peaks else self.exact.peak(g)  # type: ignore[union-attr]
 
 
 class CountedBlocks(BlockManager):
@@ -214,23 +218,21 @@ class CountedBlocks(BlockManager):
 
 
 class AnyBlocks(CountedBlocks):
-    """The count protocol alone."""
+    """The count protocol alone, for the groups that the measure lists."""
 
     __slots__ = ("measure",)
 
-    def __init__(self, measure: AnyMeasure, gpu_free: Int, cpu_free: Int) -> None:
+    def __init__(self, measure: AnyMeasure, block_size: int | None, gpu_free: Int, cpu_free: Int) -> None:
+        super().__init__(block_size or 0, gpu_free, cpu_free)
         self.measure = measure
-        self._gpu = gpu_free
-        self._cpu = cpu_free
 
     def cover(self, group: SequenceGroup) -> Int:
-        return self.measure.cover(group)
-
-    def need(self, group: SequenceGroup) -> Int:
-        return self.cover(group) - group.held
+        listed = group.request_id in self.measure.covers
+        return self.measure.cover(group) if listed else super().cover(group)
 
     def swap_size(self, group: SequenceGroup) -> Int:
-        return self.measure.filled(group)
+        listed = group.request_id in self.measure.fills
+        return self.measure.filled(group) if listed else super().swap_size(group)
 
 
 # worlds
@@ -254,7 +256,7 @@ class World:
     shape: Shape
     source: Source
     scheduler: Any
-    measure: AnyMeasure | None
+    measure: AnyMeasure
     facts: list[Bool] = field(default_factory=list)
 
     def view(self) -> views.State:
@@ -279,13 +281,8 @@ def build(shape: Shape, source: Source, policy: type[Scheduler] = Scheduler) -> 
         shape.mode,
     )
     gpu_free, cpu_free = integer("gpu_free"), integer("cpu_free")
-    measure = None if shape.block_size else AnyMeasure()
-    blocks: Any
-    if measure is None:
-        assert shape.block_size is not None
-        blocks = CountedBlocks(shape.block_size, gpu_free, cpu_free)
-    else:
-        blocks = AnyBlocks(measure, gpu_free, cpu_free)
+    measure = AnyMeasure(shape.block_size)
+    blocks = AnyBlocks(measure, shape.block_size, gpu_free, cpu_free)
     scheduler = rowless(policy)(config, blocks)
     world = World(shape, source, scheduler, measure, [config.lawful()])
     queues = [Status.RUNNING] * shape.running + [Status.SWAPPED] * shape.swapped + [Status.WAITING] * shape.waiting
@@ -306,33 +303,35 @@ def place(world: World, name: str, arrival: int, status: Status, forked: bool) -
     def integer(what: str) -> Int:
         return source.integer(f"{name}.{what}")
 
-    group = SequenceGroup(name, integer("prompt_len"))
+    facts = world.facts
+    if shape.block_size:  # the prompt in whole blocks and the rest of one, so that quotients by block size meet
+        shared, rest = integer("shared_blocks"), integer("prompt_rest")
+        facts.append(conj(rest >= 0, rest < shape.block_size, shared >= 0))
+        group = SequenceGroup(name, shared * shape.block_size + rest)
+        group.shared_blocks, group.shared_tokens = shared, shared * shape.block_size
+    else:
+        group = SequenceGroup(name, integer("prompt_len"))
+        group.shared_blocks, group.shared_tokens = integer("shared_blocks"), integer("shared_tokens")
+        facts.append(conj(group.shared_tokens >= 0, group.shared_tokens <= group.prompt_len))
     group.arrival = arrival
     group.status = status
     group.max_tokens = integer("max_tokens")
     group.forked = forked
-    group.known = integer("known") if forked else group.prompt_len
+    group.known = group.prompt_len + integer("generated") if forked else group.prompt_len
     group.deficit = integer("deficit")
     group.held = integer("held")
-    group.shared_tokens = integer("shared_tokens")
-    facts = world.facts
-    if world.measure is None:
-        assert shape.branches is not None
-        group.n, group.live = shape.branches[arrival]
-        assert forked or group.n == group.live
+    branches = shape.branches[arrival] if shape.branches else None
+    if branches is not None:
+        group.n, group.live = branches
         group.branches = list(range(group.live)) if forked else [0]
-        group.shared_blocks = integer("shared_blocks")
         group.tail_shared = source.boolean(f"{name}.tail_shared") if forked and group.live > 1 else False
         return group
     group.n = integer("n")
-    group.shared_blocks = 0
     group.tail_shared = source.boolean(f"{name}.tail_shared") if forked else False
     if forked:
         tail, tails, live = group.known - group.shared_tokens, integer("tails"), integer("live")
         group.live = any_live(live, tail, tails)
         facts.append(conj(live >= 1, tail >= 1, tails >= tail + live - 1, implies(live == 1, tails == tail)))
-        facts.append(group.shared_tokens <= group.prompt_len)
-        facts.append(group.shared_tokens >= 0)
     else:
         group.live = group.n
         facts.append(group.n >= 1)
@@ -343,103 +342,3 @@ def place(world: World, name: str, arrival: int, status: Status, forked: bool) -
     facts.append(disj(group.deficit >= group.whole, filled >= 1))
     facts.append(implies(group.tail_shared, cover == filled + group.live - 1))
     return group
-
-
-# what is assumed, what is run, what is claimed
-
-
-def bearing(laws: Iterable[Law], world: World) -> list[Law]:
-    """The laws that say something in this world: Q8 relates tokens to a block size, Q5b lists branches by number."""
-    return [law for law in laws if world.measure is None or law.id not in ("Q8", "Q5b")]
-
-
-def lawful(world: World) -> list[Bool]:
-    """The state laws, the configuration and the count protocol."""
-    view = world.view()
-    return [*world.facts, *(law(view) for law in bearing(STATE, world))]
-
-
-@dataclass
-class Planned:
-    """A world between schedule() and update()."""
-
-    world: World
-    step: views.Step
-
-
-def schedule(world: World) -> Planned:
-    """One call of the production schedule()."""
-    before = world.view()
-    plan = world.scheduler.schedule()
-    return Planned(world, views.observe(before, plan, world.view()))
-
-
-def step_laws(planned: Planned) -> dict[str, Bool]:
-    """What schedule() must make true: the state laws that hold in mid-step, the mid-step laws and the step laws."""
-    step = planned.step
-    claims = {law.id: law(step.mid) for law in bearing(STATE_IN_MID, planned.world)}
-    claims.update((law.id, law(step)) for law in (*MID, *STEP))
-    claims["S9"] = moves_are_net(planned)
-    return claims
-
-
-def moves_are_net(planned: Planned) -> bool:
-    """S9 by groups: the swap lists name the groups that changed device, once, and no others."""
-    step, plan = planned.step, planned.step.plan
-    was_running = [g.request_id for g in step.before.running]
-    was_swapped = [g.request_id for g in step.before.swapped]
-    out = [(g.request_id, "out") for g in step.mid.swapped if g.request_id in was_running]
-    back = [(g.request_id, "in") for g in step.mid.running if g.request_id in was_swapped]
-    return sorted(plan.blocks_to_swap_out) == sorted(out) and plan.blocks_to_swap_in == back
-
-
-def numbers(world: World) -> list[Any]:
-    """Every number and place of a world: what a symbolic path and its plain repetition must agree on."""
-    scheduler = world.scheduler
-    queues = [
-        [
-            (g.request_id, g.status.value, g.known, g.deficit, g.held, g.tokens, g.live, g.forked, g.tail_shared)
-            for g in queue
-        ]
-        for queue in (scheduler.running, scheduler.swapped, scheduler.waiting)
-    ]
-    blocks = scheduler.blocks
-    return [queues, blocks.gpu_free, blocks.cpu_free, scheduler.decodes_owed, list(scheduler.groups)]
-
-
-def planned_numbers(planned: Planned) -> list[Any]:
-    """The numbers of the world and of the plan."""
-    plan = planned.step.plan
-    return [
-        numbers(planned.world),
-        [(g.request_id, tokens) for g, tokens in plan.groups],
-        [tuple(action) for action in plan.log],
-        [g.request_id for g in plan.preempted],
-    ]
-
-
-def events(planned: Planned) -> set[str]:
-    """What a step did, for proofs that a proof is not empty."""
-    step = planned.step
-    names = set(step.verbs)
-    names.update(f"preempt:{victim.mode}" for victim in step.victims)
-    if len(step.victims) > 1:
-        names.add("several victims")
-    if {g.request_id for g in step.demoted} & {v.group.request_id for v in step.victims}:
-        names.add("swapped out and demoted in one step")
-    if step.victims and not step.served:
-        names.add("nothing but preemption")
-    return names
-
-
-def prove_schedule(shape: Shape, policy: type[Scheduler] = Scheduler, max_failures: int = 1) -> Report:
-    """schedule() from any lawful state of this shape keeps every law."""
-    return prove(
-        lambda source: build(shape, source, policy),
-        lawful,
-        schedule,
-        step_laws,
-        planned_numbers,
-        events,
-        max_failures,
-    )

@@ -97,8 +97,9 @@ class _Decision:
 class Executor:
     """Runs a function once for each feasible path, under a hypothesis."""
 
-    def __init__(self, hypothesis: Iterable[Bool] = (), logic: str = "QF_LIA") -> None:
-        self.solver = z3.SolverFor(logic)
+    def __init__(self, hypothesis: Iterable[Bool] = ()) -> None:
+        self.solver = z3.SimpleSolver()
+        self.solver.set("arith.solver", 2)  # on quotients steadier than what SolverFor("QF_LIA") takes
         self.queries = 0
         for part in hypothesis:
             self.solver.add(part if isinstance(part, bool) else part.term)

@@ -37,11 +37,18 @@ ask: list[Callable[[SymBool], bool]] = []  # who answers for the truth of a symb
 class Leaf:
     """A summand: a variable, or an int that is not linear in its parts."""
 
-    __slots__ = ("eval", "index", "term", "text")
+    __slots__ = ("choice", "eval", "index", "term", "text")
     known: ClassVar[dict[Any, Leaf]] = {}
 
-    def __init__(self, text: str, term: z3.ArithRef, eval: Callable[[Values], int]) -> None:
+    def __init__(
+        self,
+        text: str,
+        term: z3.ArithRef,
+        eval: Callable[[Values], int],
+        choice: tuple[SymBool, Int, Int] | None = None,
+    ) -> None:
         self.text = text
+        self.choice = choice  # condition, then, otherwise
         self.term = term
         self.eval = eval
         self.index = len(Leaf.known)
@@ -131,12 +138,21 @@ class SymInt:
     def __floordiv__(self, other: int) -> Int:
         if isinstance(other, SymInt) or other <= 0:
             raise Blocked("// needs a positive constant")
-        if other == 1:
-            return self
-        return _leaf(
-            ("//", self.key, other),
-            lambda: Leaf(f"({self}) // {other}", self.term / other, lambda values: self.value(values) // other),
+        for leaf, n in self.parts.items():  # a quotient of a choice is a choice of quotients, which meet their likes
+            if leaf.choice is not None:
+                condition, then, otherwise = leaf.choice
+                rest = self - SymInt({leaf: n}, 0)
+                return condition.pick((then * n + rest) // other, (otherwise * n + rest) // other)
+        outside = {leaf: n // other for leaf, n in self.parts.items() if n % other == 0}
+        inside = {leaf: n for leaf, n in self.parts.items() if n % other}
+        if not inside:
+            return SymInt(outside, self.const // other)
+        sum = SymInt(inside, self.const % other)
+        quotient = _leaf(
+            ("//", sum.key, other),
+            lambda: Leaf(f"({sum}) // {other}", sum.term / other, lambda values: sum.value(values) // other),
         )  # Z3 rounds as Python does where the divisor is positive
+        return quotient + SymInt(outside, self.const // other)
 
     def __mod__(self, other: int) -> Int:
         return self - self // other * other
@@ -260,6 +276,7 @@ class SymBool:
                 f"({then} if {self} else {otherwise})",
                 z3.If(self.term, int_term(then), int_term(otherwise)),
                 lambda values: value_of(then if self.eval(values) else otherwise, values),
+                (self, then, otherwise),
             ),
         )
 
