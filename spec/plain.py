@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -224,6 +225,7 @@ def _fused(laws: tuple[Law, ...]) -> Callable[[Any], str | None]:
     return space["fused"]  # type: ignore[no-any-return]
 
 
+@functools.cache
 def checker(laws: tuple[Law, ...]) -> Callable[[Any], list[Law]]:
     """A function that returns the laws that a concrete view breaks, usually none.
 

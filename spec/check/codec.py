@@ -139,7 +139,9 @@ class Codec:
         for block in order:
             if refs[block] != count(block):
                 raise UnfaithfulError
-        if len(order) + len(free) != pool.capacity or len({*free, *order}) != pool.capacity or sum(refs) != len(named):
+        if refs.count(0) != len(free) or len(order) + len(free) != pool.capacity:
+            raise UnfaithfulError
+        if len({*free, *order}) != pool.capacity:
             raise UnfaithfulError
         return named.translate(bytes.maketrans(order, _IDS[: len(order)]))
 

@@ -111,6 +111,10 @@ class Checks:
         self.step = of(Kind.STEP, Tier.COUNTS)
         self.round = of(Kind.ROUND, Tier.COUNTS)
         self.ids = of(Kind.STATE, Tier.IDS)
+        # the key has just recounted the references (B3)
+        self.ids_new = plain.checker(
+            tuple(one for one in plain.of(Kind.STATE, Tier.IDS) if one.id in ids and one.id != "B3")
+        )
         self.ids_in_mid = of(Kind.STATE, Tier.IDS, mid=True)
         self.ids_step = of(Kind.STEP, Tier.IDS)
 
@@ -217,14 +221,13 @@ class _Search:
             self.graph.edges.append([])
             self.graph.keys.append(key)
             self.graph.groups.append(unfinished)
-        saved = Saved(s)
-        if unfinished < world.groups:
-            for event in self.adds:
+        if unfinished < world.groups or world.aborts:
+            saved = Saved(s)
+            for event in self.adds if unfinished < world.groups else ():
                 s.add(self.new_group(NAMES[unfinished], *event.group))
                 self._arrive(s, event, 0, unfinished)
                 saved.load()
-        if world.aborts:
-            for rank in range(unfinished):
+            for rank in range(unfinished) if world.aborts else ():
                 s.abort(NAMES[rank])
                 self._arrive(s, Event("abort", rank=rank), 0, unfinished)
                 saved.load()
@@ -243,7 +246,7 @@ class _Search:
             return
         there = self.index.get(key)
         if there is None:
-            self._broken(self.checks.state(s) or self.checks.ids(s), event)
+            self._broken(self.checks.state(s) or self.checks.ids_new(s), event)
             there = self.index[key] = len(self.parents)
             self.parents.append((self.here, event))
             self.queue.append(key)
@@ -283,9 +286,11 @@ class _Search:
         self.sometimes.update(step.verbs)
         self.sometimes.update(f"preempt by {victim.mode}" for victim in step.victims)
         served = sum(1 << RANKS[request_id] for request_id in step.given)
-        saved = Saved(s)
-        for event in self._outcomes(plan, len(before.groups)):
-            saved.load()
+        outcomes = list(self._outcomes(plan, len(before.groups)))
+        saved = Saved(s) if len(outcomes) > 1 else None
+        for event in outcomes:
+            if saved is not None:
+                saved.load()
             self._finish(s, step, event, shadow, served)
         return None
 
