@@ -1,0 +1,64 @@
+"""Write the generated parts of the documents: python docs/build.py.  A test fails when they are stale.
+
+Generated text stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("spec", "engine", "kernels")
+
+
+def files_table() -> str:
+    """One line for each source file: the first sentence of its docstring."""
+    rows = []
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+            if docstring:
+                rows.append(f"| `{file.relative_to(ROOT)}` | {docstring.splitlines()[0]} |")
+    return "\n".join(["| file | |", "|---|---|", *rows])
+
+
+def laws_table() -> str:
+    """The laws as the README shows them."""
+    from spec.laws import LAWS
+
+    order = "BQNSMLE"
+    laws = sorted(LAWS, key=lambda law: (order.index(law.id[0]), int("".join(filter(str.isdigit, law.id))), law.id))
+    rows = [f"| {law.id} | {law.name} | {law.statement} | {law.kind.value} |" for law in laws]
+    return "\n".join(["| id | name | statement | kind |", "|---|---|---|---|", *rows])
+
+
+GENERATED = {
+    "docs/architecture.md": {"files": files_table},
+    "README.md": {"laws": laws_table},
+}
+
+
+def built(path: str) -> str:
+    """The document with its generated parts made anew."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    for name, make in GENERATED[path].items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        if not pattern.search(text):
+            raise ValueError(f"{path} has no part {name!r}")
+        content = f"{begin}\n{make()}\n{end}"
+        text = pattern.sub(lambda _, content=content: content, text)
+    return text
+
+
+def main() -> None:
+    for path in GENERATED:
+        (ROOT / path).write_text(built(path), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
