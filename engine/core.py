@@ -11,8 +11,11 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from engine.branch import BranchOutput
+from engine.dump import dump_step
 from engine.errors import InvalidPromptError, RefusedError
 from engine.outputs import RequestMetrics, RequestOutput, completions
 from engine.request import RequestState, StepOutput
@@ -38,11 +41,23 @@ class _Request:
     error: str | None = None
 
 
+class Observer(Protocol):
+    """Is told what happens to requests (for spans).  It must not raise, and must not call the engine."""
+
+    def on_add(self, request_id: str, metrics: RequestMetrics, prompt_tokens: int, params: SamplingParams) -> None: ...
+    def on_step(self, plan: Plan, started: float, ended: float) -> None: ...
+    def on_departure(self, output: RequestOutput) -> None: ...
+
+
 class EngineCore:
     """Scheduler, runner and text, driven step by step by one caller at a time.
 
     vocab_size, eos_token_ids: the model's.  tokenizer: None for token ids in and out.
     seed: of the generator that gives requests without a seed theirs; None for a different one each time.
+
+    dump_dir: where the state is written when a step fails; None for nowhere.  observer: see there.
+    moved: the unfinished requests that drew tokens in the last step, with their branches.
+    failures: steps that failed since the last one that did not.
     """
 
     def __init__(
@@ -66,8 +81,33 @@ class EngineCore:
         self._requests: dict[str, _Request] = {}
         self._states: dict[str, RequestState] = {}
         self._gone: list[RequestOutput] = []  # last outputs of requests that were aborted between steps
+        self.dump_dir: Path | None = None
+        self.observer: Observer | None = None
+        self.moved: list[tuple[str, list[BranchOutput]]] = []
+        self.failures = 0
 
     # requests
+
+    def check_request(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> tuple[list[int], int]:
+        """The prompt's token ids and the most tokens of each completion, if `add_request` would accept it.
+
+        Raises what `add_request` raises, an id in use apart.  Changes nothing, so that any thread may call it.
+        """
+        token_ids, group, _ = self._check("", prompt, params, None, priority)
+        return token_ids, self.scheduler.check(group)
+
+    def _check(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, text: str | None, priority: int
+    ) -> tuple[list[int], SequenceGroup, str | None]:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        if priority != 0:
+            raise RefusedError(f"priority is {priority}; only 0 is supported", "priority")
+        token_ids, text = self._tokenize(prompt, text)
+        params.check_against_vocabulary(self.vocab_size)
+        return token_ids, SequenceGroup(request_id, len(token_ids), n=params.width, max_tokens=params.max_tokens), text
 
     def add_request(
         self,
@@ -84,13 +124,7 @@ class EngineCore:
         prompt: text, or token ids.  prompt_text: what token ids stand for, to be shown in outputs.
         Raises InvalidPromptError, InvalidParameterError or RefusedError, and then nothing has changed.
         """
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        if priority != 0:
-            raise RefusedError(f"priority is {priority}; only 0 is supported", "priority")
-        token_ids, text = self._tokenize(prompt, prompt_text)
-        params.check_against_vocabulary(self.vocab_size)
-        group = SequenceGroup(request_id, len(token_ids), n=params.width, max_tokens=params.max_tokens)
+        token_ids, group, text = self._check(request_id, prompt, params, prompt_text, priority)
         try:
             self.scheduler.add(group)
         except RefusedError as error:
@@ -107,9 +141,12 @@ class EngineCore:
             self.scheduler.abort(request_id)
             raise
         arrival = time.monotonic() if arrival_time is None else arrival_time
-        self.stats.received += 1
+        metrics = RequestMetrics(arrival_time=arrival)
+        self.stats.on_receipt(group)
         self._states[request_id] = state
-        self._requests[request_id] = _Request(state, group, text, branches, RequestMetrics(arrival_time=arrival))
+        self._requests[request_id] = _Request(state, group, text, branches, metrics)
+        if self.observer is not None:
+            self.observer.on_add(request_id, metrics, len(token_ids), params)
 
     def _tokenize(self, prompt: str | Sequence[int], prompt_text: str | None) -> tuple[list[int], str | None]:
         if isinstance(prompt, str):
@@ -149,15 +186,14 @@ class EngineCore:
     def step(self, *, finished_only: bool = False) -> list[RequestOutput]:
         """Run one step and return the outputs of every request that it moved, or of those that ended in it."""
         outputs, self._gone = self._gone, []
+        self.moved = []
         if not self.scheduler.has_unfinished():
             return outputs
         plan = self.scheduler.schedule()
         self.stats.on_plan(plan)
         now = time.monotonic()
         for group, _ in plan.groups:
-            metrics = self._requests[group.request_id].metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
+            self.stats.on_scheduled(self._requests[group.request_id].metrics, now)
         try:
             result = self.runner.execute(plan, self._states)
         except Exception as error:
@@ -169,6 +205,8 @@ class EngineCore:
             raise
         else:
             outputs += self._on_result(plan, result, finished_only)
+        if self.observer is not None:
+            self.observer.on_step(plan, now, time.monotonic())
         self.stats.maybe_log(self.scheduler.counts())
         return outputs
 
@@ -193,27 +231,31 @@ class EngineCore:
             if ended:
                 stopped.append((request_id, branch))
         for request in moved.values():
-            metrics = request.metrics
-            if metrics.first_token_time is None:
-                metrics.first_token_time = now
-            metrics.last_token_time = now
+            self.stats.on_draw(request.metrics, now)
         departed = self._known(self.scheduler.update(plan, stopped, failed))
         for request in departed:
             if request.group.status is Status.FAILED:
                 reason = failed[request.state.request_id]
                 request.error = f"{type(reason).__name__}: {reason}"
         self.stats.on_update(plan, drawn)
+        self.failures = 0
         outputs = []
         gone = {request.state.request_id for request in departed}
+        still = [request for name, request in moved.items() if name not in gone]
+        self.moved = [(request.state.request_id, request.branches) for request in still]
         if not finished_only:
-            outputs += [self._output(request) for name, request in moved.items() if name not in gone]
+            outputs += [self._output(request) for request in still]
         outputs += [self._depart(request) for request in departed]
         return outputs
 
     def _on_failed_step(self, plan: Plan, error: Exception) -> list[RequestOutput]:
         """The runner raised: the groups of this step end with the error, every other one is computed again."""
         names = [group.request_id for group, _ in plan.groups]
-        logger.error("step %d failed, and with it %s", plan.step, ", ".join(names), exc_info=error)
+        path = dump_step(self.dump_dir, self.scheduler, plan, error)
+        where = f"; the state is in {path}" if path else ""
+        logger.error("step %d failed, and with it %s%s", plan.step, ", ".join(names), where, exc_info=error)
+        self.failures += 1
+        self.stats.failed_steps += 1
         departed = self._known(self.scheduler.fail(plan))
         self.stats.on_update(plan, 0)
         for request in departed:
@@ -231,12 +273,19 @@ class EngineCore:
         """Forget a request whose group has left the scheduler; its last output."""
         name = request.state.request_id
         del self._requests[name], self._states[name]
-        self.stats.on_departure(request.group)
         request.metrics.finished_time = time.monotonic()
+        reason = "abort" if request.group.status is Status.ABORTED else "error"
         if request.group.status is not Status.FINISHED:
             for branch in request.branches:
                 branch.finish("abort" if request.group.status is Status.ABORTED else "error")
-        return self._output(request, finished=True)
+        else:
+            reason = "length" if any(branch.finish_reason == "length" for branch in request.branches) else "stop"
+        generated = sum(len(branch.token_ids) for branch in request.branches)
+        self.stats.on_departure(request.group, request.metrics, reason, generated)
+        output = self._output(request, finished=True)
+        if self.observer is not None:
+            self.observer.on_departure(output)
+        return output
 
     def _output(self, request: _Request, finished: bool = False) -> RequestOutput:
         request.metrics.num_preemptions = request.group.num_preemptions

@@ -75,6 +75,10 @@ class Scheduler(Phases):
         self._note("add", group)
         return group
 
+    def check(self, group: SequenceGroup) -> Int:
+        """The max_tokens that `add` would give the group; it changes nothing.  Raises RefusedError as `add` does."""
+        return self._fit(group)
+
     def _fit(self, group: SequenceGroup) -> Int:
         """The group's max_tokens under max_model_len, and under the pool if it named none."""
         limit = self.config.max_model_len
