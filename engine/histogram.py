@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 SHORT_TIMES = (
@@ -63,7 +62,7 @@ class HistogramCounts(NamedTuple):
     total: float
 
     @property
-    def count(self) -> int:
+    def observations(self) -> int:
         return sum(self.counts)
 
 
@@ -87,27 +86,38 @@ class Histogram:
         return HistogramCounts(self.bounds, tuple(self.counts), self.total)
 
 
-def _of(bounds: Sequence[float]) -> Histogram:
-    return field(default_factory=lambda: Histogram(bounds))  # type: ignore[return-value]
-
-
-@dataclass(slots=True)
 class Histograms:
     """What is measured of every request and step, in seconds or tokens."""
 
-    queue_time: Histogram = _of(LONG_TIMES)
-    time_to_first_token: Histogram = _of(SHORT_TIMES)
-    inter_token_latency: Histogram = _of(TOKEN_TIMES)
-    e2e_latency: Histogram = _of(LONG_TIMES)
-    prefill_time: Histogram = _of(LONG_TIMES)
-    decode_time: Histogram = _of(LONG_TIMES)
-    inference_time: Histogram = _of(LONG_TIMES)
-    prompt_tokens: Histogram = _of(TOKEN_COUNTS)
-    generation_tokens: Histogram = _of(TOKEN_COUNTS)
-    params_n: Histogram = _of(WIDTHS)
-    params_max_tokens: Histogram = _of(TOKEN_COUNTS)
-    iteration_tokens: Histogram = _of(STEP_TOKENS)
+    __slots__ = (
+        "decode_time",
+        "e2e_latency",
+        "generation_tokens",
+        "inference_time",
+        "inter_token_latency",
+        "iteration_tokens",
+        "params_max_tokens",
+        "params_n",
+        "prefill_time",
+        "prompt_tokens",
+        "queue_time",
+        "time_to_first_token",
+    )
+
+    def __init__(self) -> None:
+        self.queue_time = Histogram(LONG_TIMES)
+        self.time_to_first_token = Histogram(SHORT_TIMES)
+        self.inter_token_latency = Histogram(TOKEN_TIMES)
+        self.e2e_latency = Histogram(LONG_TIMES)
+        self.prefill_time = Histogram(LONG_TIMES)
+        self.decode_time = Histogram(LONG_TIMES)
+        self.inference_time = Histogram(LONG_TIMES)
+        self.prompt_tokens = Histogram(TOKEN_COUNTS)
+        self.generation_tokens = Histogram(TOKEN_COUNTS)
+        self.params_n = Histogram(WIDTHS)
+        self.params_max_tokens = Histogram(TOKEN_COUNTS)
+        self.iteration_tokens = Histogram(STEP_TOKENS)
 
     def copy(self) -> dict[str, HistogramCounts]:
         """All of them, by name."""
-        return {item.name: getattr(self, item.name).copy() for item in fields(self)}
+        return {name: getattr(self, name).copy() for name in self.__slots__}
