@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from engine.scheduler import Plan, RefusedError, SequenceGroup
+from tests.plainly import plainly
 from tests.worlds import Run, random_world
 
 
@@ -43,15 +44,15 @@ def digest(seeds: range) -> str:
 
 def test_the_same_run_twice_gives_the_same_plans() -> None:
     plans = 0
-    for seed in range(60):
+    for seed in range(12):
         first, second = trace(seed), trace(seed)
         assert first == second
         plans += len(first)
-    assert plans > 2000
+    assert plans > 300
 
 
 def test_a_copy_of_a_plan_is_not_changed_by_later_steps() -> None:
-    for seed in range(20):
+    for seed in range(6):
         kept = trace(seed)
         texts = [repr(plan) for plan in kept]
         trace(seed)
@@ -60,12 +61,11 @@ def test_a_copy_of_a_plan_is_not_changed_by_later_steps() -> None:
 
 @pytest.mark.parametrize("hash_seed", ["1", "77777"])
 def test_plans_do_not_depend_on_the_hash_seed_of_the_process(hash_seed: str) -> None:
-    code = "from tests.scheduler.test_determinism import digest; print(digest(range(20)))"
-    env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.strip() == digest(range(20))
+    digests = [
+        plainly("tests.scheduler.test_determinism", "digest(range(60))", PYTHONHASHSEED=value)
+        for value in ("0", hash_seed)
+    ]
+    assert digests[0] == digests[1]
 
 
 def test_the_scheduler_runs_without_torch_clock_or_randomness() -> None:
