@@ -1,4 +1,7 @@
-"""Tensor operations of a step: one file each, with formula, torch reference and launcher.  Imports torch alone."""
+"""Tensor operations of a step: one file each, with formula, torch reference, Triton kernel and launcher.
+
+Imports torch and Triton alone, and torch alone where Triton is not installed.
+"""
 
 import importlib.metadata
 import warnings

@@ -13,109 +13,20 @@ out (tokens, heads, head_dim), type of query
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.dispatch import matrix_type, next_power_of_2, refuse_unless, same_device, tl, triton, uses_triton
+from kernels.paged_prefill_attention import launch_paged_prefill_attention
+from kernels.paged_rows import MOST_SPLITS, PagedRows
+from kernels.write_kv import FP8
 
-class _Decodes(NamedTuple):
-    """Rows of one token with contexts of similar length, padded to the longest."""
+__all__ = ["PagedRows", "paged_attention", "paged_attention_reference"]
 
-    tokens: Tensor  # (rows,) index into query
-    slots: Tensor  # (rows * longest,)
-    longest: int
-    mask: Tensor | None  # (rows, 1, 1, longest), True = attend; None: all are equally long
-
-
-class _Chunk(NamedTuple):
-    """One row of several tokens."""
-
-    first: int  # its tokens are query[first:last]
-    last: int
-    slots: Tensor  # (end,)
-    mask: Tensor | None  # (last - first, end), True = attend; None: the row starts at position 0
-
-
-class PagedRows:
-    """The rows of one step, made once and read by every layer.
-
-    query_starts (rows + 1,) int64: row r owns tokens query_starts[r] .. query_starts[r + 1] - 1.
-    starts, ends (rows,) int64: first position of its tokens, and one past the last, which is also its context.
-    block_tables (rows, most blocks) int64, padded with 0.
-    """
-
-    def __init__(
-        self,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        block_size: int,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """Copies what it needs of the tables.  Raises ValueError for a table too short for its row."""
-        for row, (start, end, table) in enumerate(zip(starts, ends, block_tables, strict=True)):
-            if not 0 <= start <= end:
-                raise ValueError(f"row {row}: positions {start} to {end}")
-            if len(table) * block_size < end:
-                raise ValueError(f"row {row}: {len(table)} blocks of {block_size} do not cover {end} tokens")
-        self.block_size = block_size
-        self.device = torch.device(device)
-        self._spans = list(zip(starts, ends, strict=True))
-        self.max_query = max((end - start for start, end in self._spans), default=0)
-        self.max_context = max(ends, default=0)
-        self._query_starts = [0]
-        for start, end in self._spans:
-            self._query_starts.append(self._query_starts[-1] + end - start)
-        self.num_tokens = self._query_starts[-1]
-        width = -(-self.max_context // block_size)
-        needed = [-(-end // block_size) for end in ends]
-        padded = [[*table[:n], *(0,) * (width - n)] for table, n in zip(block_tables, needed, strict=True)]
-        self.block_tables = torch.tensor(padded, dtype=torch.int64, device=device).view(len(padded), width)
-        self.starts = torch.tensor(starts, dtype=torch.int64, device=device)
-        self.ends = torch.tensor(ends, dtype=torch.int64, device=device)
-        self.query_starts = torch.tensor(self._query_starts, dtype=torch.int64, device=device)
-
-    def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Slots of `positions` (rows, any) of the given rows."""
-        blocks = self.block_tables[rows].gather(1, positions // self.block_size)
-        return blocks * self.block_size + positions % self.block_size
-
-    @cached_property
-    def decodes(self) -> list[_Decodes]:
-        """Rows of one token.  A bucket holds contexts within a factor of two, so padding at most doubles the work."""
-        buckets: dict[int, list[int]] = {}
-        for row, (start, end) in enumerate(self._spans):
-            if end - start == 1:
-                buckets.setdefault((max(end, 64) - 1).bit_length(), []).append(row)
-        made = []
-        for bucket in buckets.values():
-            lengths = [self._spans[row][1] for row in bucket]
-            longest = max(lengths)
-            rows = torch.tensor(bucket, dtype=torch.int64, device=self.device)
-            positions = torch.arange(longest, device=self.device)
-            inside = positions < self.ends[rows, None]
-            # Padding reads the row's own first token: finite whenever the row is, and its weight is zero.
-            slots = self._slots(rows, positions * inside)
-            mask = None if min(lengths) == longest else inside[:, None, None, :]
-            made.append(_Decodes(self.query_starts[rows], slots.view(-1), longest, mask))
-        return made
-
-    @cached_property
-    def chunks(self) -> list[_Chunk]:
-        """Rows of two tokens and more."""
-        made = []
-        for row, (start, end) in enumerate(self._spans):
-            if end - start < 2:
-                continue
-            positions = torch.arange(end, device=self.device)
-            slots = self._slots(torch.tensor([row], device=self.device), positions[None]).view(-1)
-            mask = None if start == 0 else positions <= positions[start:, None]
-            made.append(_Chunk(self._query_starts[row], self._query_starts[row + 1], slots, mask))
-        return made
+LOG2_E = 1.4426950408889634  # exp2 is one instruction, exp is two: the scale takes the factor in
 
 
 def paged_attention_reference(
@@ -125,6 +36,8 @@ def paged_attention_reference(
     kv_heads, head_dim = key_cache.shape[2:]
     group = query.shape[1] // kv_heads
     keys, values = (cache.view(-1, kv_heads, head_dim) for cache in (key_cache, value_cache))
+    if keys.dtype == FP8:  # torch indexes no fp8
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
     query = query.reshape(-1, kv_heads, group, head_dim)
     out = torch.empty_like(query)
     for some in rows.decodes:
@@ -142,6 +55,224 @@ def paged_attention_reference(
     return out.view(-1, kv_heads * group, head_dim)
 
 
+@triton.jit
+def paged_decode_kernel(
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    query_starts,
+    ends,
+    decode_rows,
+    out,
+    part_out,
+    part_max,
+    part_sum,
+    scale_log2,
+    query_token,
+    query_head,
+    table_row,
+    block_stride,
+    slot_stride,
+    splits,
+    GROUP: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    NUMBER: tl.constexpr,
+    PARTITION: tl.constexpr,
+    DIRECT: tl.constexpr,
+):
+    """A program reads one partition of one row's context for all query heads that share a key head.
+
+    DIRECT: no context has more than one partition, and the result is written at once; else as a partial result.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1) // HEAD_TILES
+    partition = tl.program_id(2)
+    row = tl.load(decode_rows + i).to(tl.int64)
+    end = tl.load(ends + row).to(tl.int64)
+    token = tl.load(query_starts + row).to(tl.int64)
+    first = partition * PARTITION
+    if first < end or DIRECT:
+        last = tl.minimum(end, first + PARTITION)
+        g = tl.program_id(1) % HEAD_TILES * HEADS + tl.arange(0, HEADS)
+        head = kv_head * GROUP + g
+        d = tl.arange(0, DIM_PADDED)
+        shown = (g[:, None] < GROUP) & (d[None, :] < DIM)  # heads are padded to what a matrix instruction takes
+        at = token * query_token + head[:, None] * query_head + d[None, :]
+        q = tl.load(query + at, mask=shown, other=0.0).to(NUMBER)
+        best = tl.full((HEADS,), float("-inf"), tl.float32)
+        weight = tl.zeros((HEADS,), tl.float32)
+        acc = tl.zeros((HEADS, DIM_PADDED), tl.float32)
+        for start in range(first, last, TILE):
+            p = start + tl.arange(0, TILE)
+            known = p < last  # entries of the table and slots beyond the context may be anything
+            block = tl.load(block_tables + row * table_row + p // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+            base = block * block_stride + p % BLOCK_SIZE * slot_stride + kv_head * DIM
+            k_mask = known[None, :] & (d[:, None] < DIM)
+            k = tl.load(key_cache + base[None, :] + d[:, None], mask=k_mask, other=0.0).to(NUMBER)
+            scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+            scores = tl.where(known[None, :], scores, float("-inf"))
+            better = tl.maximum(best, tl.max(scores, 1))
+            shrink = tl.exp2(best - better)
+            share = tl.exp2(scores - better[:, None])
+            weight = weight * shrink + tl.sum(share, 1)
+            v_mask = known[:, None] & (d[None, :] < DIM)
+            v = tl.load(value_cache + base[:, None] + d[None, :], mask=v_mask, other=0.0).to(NUMBER)
+            acc = acc * shrink[:, None] + tl.dot(share.to(NUMBER), v, input_precision="ieee")
+            best = better
+        if DIRECT:
+            result = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]  # an empty row gives zeros
+            to = token * (KV_HEADS * GROUP * DIM) + head[:, None] * DIM + d[None, :]
+            tl.store(out + to, result.to(out.dtype.element_ty), mask=shown)
+        else:
+            part = (i * (KV_HEADS * GROUP) + head) * splits + partition
+            tl.store(part_out + part[:, None] * DIM + d[None, :], acc, mask=shown)
+            tl.store(part_max + part, best, mask=g < GROUP)
+            tl.store(part_sum + part, weight, mask=g < GROUP)
+
+
+@triton.jit
+def paged_reduce_kernel(
+    part_out,
+    part_max,
+    part_sum,
+    query_starts,
+    ends,
+    decode_rows,
+    out,
+    splits,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PARTITION: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+):
+    """A program puts the partial results of one head of one row together, in order of the context."""
+    i = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = tl.load(decode_rows + i).to(tl.int64)
+    end = tl.load(ends + row).to(tl.int64)
+    token = tl.load(query_starts + row).to(tl.int64)
+    s = tl.arange(0, SPLITS_PADDED)
+    d = tl.arange(0, DIM_PADDED)
+    made = s * PARTITION < end  # the other partial results were not written
+    part = (i * NUM_HEADS + head) * splits + s
+    best = tl.load(part_max + part, mask=made, other=float("-inf"))
+    weight = tl.load(part_sum + part, mask=made, other=0.0)
+    shown = made[:, None] & (d[None, :] < DIM)
+    acc = tl.load(part_out + part[:, None] * DIM + d[None, :], mask=shown, other=0.0)
+    shrink = tl.where(made, tl.exp2(best - tl.max(best)), 0.0)
+    whole = tl.sum(weight * shrink)
+    result = tl.sum(acc * shrink[:, None], 0) / tl.where(whole > 0.0, whole, 1.0)  # an empty row gives zeros
+    to = token * (NUM_HEADS * DIM) + head * DIM + d
+    tl.store(out + to, result.to(out.dtype.element_ty), mask=d < DIM)
+
+
+class DecodeSizes(NamedTuple):
+    """heads: query heads of a program.  tile: tokens of context at a time."""
+
+    heads: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_sizes(group: int, dim: int, itemsize: int) -> DecodeSizes:
+    """Query heads fill a matrix instruction's 16 rows at least; a tile of keys is about 16 KB.
+
+    Three stages of keys and values are then 96 KB of shared memory: two programs share a multiprocessor, and 64 KB of
+    loads are in flight for each of its 132 neighbours, which is what the memory's latency asks for.
+    """
+    padded = max(16, next_power_of_2(dim))
+    heads = min(64, max(16, next_power_of_2(group)))
+    if itemsize == 4:  # no matrix instruction takes these in full: smaller, or registers run out
+        return DecodeSizes(min(heads, 16), max(16, min(32, 2048 // padded)), 4, 2)
+    return DecodeSizes(heads, max(16, min(64, 8192 // padded)), 4, 3)
+
+
+def launch_paged_decode(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, rows: PagedRows, scale: float, out: Tensor
+) -> None:
+    """Start the kernels on checked arguments, for the rows of one token; writes their tokens of `out`."""
+    num_rows = len(rows.decode_rows)
+    if num_rows == 0:
+        return
+    num_heads, dim = query.shape[1:]
+    kv_heads = key_cache.shape[2]
+    group, splits = num_heads // kv_heads, rows.num_splits
+    refuse_unless(splits <= MOST_SPLITS, lambda: f"paged_attention: {splits} partitions pass {MOST_SPLITS}")
+    sizes = decode_sizes(group, dim, query.element_size())
+    head_tiles = -(-group // sizes.heads)
+    direct = splits == 1
+    shape = (0,) if direct else (num_rows, num_heads, splits)
+    part_max, part_sum = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
+    part_out = torch.empty((*shape, dim), dtype=torch.float32, device=query.device)
+    shared = {
+        "query_starts": rows.query_starts,
+        "ends": rows.ends,
+        "decode_rows": rows.decode_rows,
+        "out": out,
+        "part_out": part_out,
+        "part_max": part_max,
+        "part_sum": part_sum,
+        "splits": splits,
+        "DIM": dim,
+        "DIM_PADDED": max(16, next_power_of_2(dim)),
+        "PARTITION": rows.partition,
+    }
+    paged_decode_kernel[(num_rows, kv_heads * head_tiles, splits)](
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=rows.block_tables,
+        scale_log2=scale * LOG2_E,
+        query_token=query.stride(0),
+        query_head=query.stride(1),
+        table_row=rows.block_tables.stride(0),
+        block_stride=key_cache.stride(0),
+        slot_stride=key_cache.stride(1),
+        GROUP=group,
+        HEAD_TILES=head_tiles,
+        HEADS=sizes.heads,
+        KV_HEADS=kv_heads,
+        BLOCK_SIZE=rows.block_size,
+        TILE=sizes.tile,
+        NUMBER=matrix_type(paged_decode_kernel, query.dtype),
+        DIRECT=direct,
+        num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages,
+        **shared,
+    )
+    if not direct:
+        paged_reduce_kernel[(num_rows, num_heads)](
+            NUM_HEADS=num_heads, SPLITS_PADDED=next_power_of_2(splits), num_warps=4, **shared
+        )
+
+
+def launch_paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, rows: PagedRows, scale: float
+) -> Tensor:
+    """Start the kernels on checked arguments: decodes split over their context, other rows in tiles."""
+    same_device("paged_attention", query=query, key_cache=key_cache, value_cache=value_cache, tables=rows.block_tables)
+    heads_dim = key_cache.shape[2:].numel()
+    for name, cache in (("keys", key_cache), ("values", value_cache)):
+        if cache.stride() != (key_cache.stride(0), heads_dim, key_cache.shape[3], 1):
+            raise ValueError(f"paged_attention: the slots of the {name} have strides {cache.stride()}")
+    if not query.is_cuda:
+        rows.check_blocks(key_cache.shape[0])  # free to ask on the CPU
+    query = query if query.stride(2) == 1 else query.contiguous()
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    launch_paged_decode(query, key_cache, value_cache, rows, scale, out)
+    launch_paged_prefill_attention(query, key_cache, value_cache, rows, scale, out)
+    return out
+
+
 def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, rows: PagedRows, scale: float) -> Tensor:
     """Attention of every query token over the context of its row.  See the head of this file for shapes.
 
@@ -155,4 +286,8 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, rows:
         raise ValueError(f"paged_attention: {query.shape[0]} query tokens, but the rows have {rows.num_tokens}")
     if key_cache.shape[1] != rows.block_size:
         raise ValueError(f"paged_attention: blocks of {key_cache.shape[1]}, but the rows have {rows.block_size}")
+    if query.dtype != key_cache.dtype and key_cache.dtype != FP8:
+        raise ValueError(f"paged_attention: queries are {query.dtype} and the cache is {key_cache.dtype}")
+    if uses_triton(query):
+        return launch_paged_attention(query, key_cache, value_cache, rows, scale)
     return paged_attention_reference(query, key_cache, value_cache, rows, scale)

@@ -3,7 +3,8 @@
     key_cache[slots[t]] = key[t],  value_cache[slots[t]] = value[t]      for every t with slots[t] >= 0
 
 key, value (tokens, kv_heads, head_dim), any strides    slots (tokens,) int64, negative = padding, writes nothing
-key_cache, value_cache (blocks, block_size, kv_heads, head_dim), contiguous
+key_cache, value_cache (blocks, block_size, kv_heads, head_dim), each token's heads contiguous
+The cache has the type of the keys, or float8_e4m3fn: then values beyond its largest, 448, are held at it.
 Slots of one call that are not padding are distinct, so the order of the writes does not show.
 """
 
@@ -12,15 +13,104 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.dispatch import next_power_of_2, same_device, tl, triton, uses_triton
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # the cast does not saturate by itself: what passes it becomes NaN
+
+
+def to_cache_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in the type of the cache."""
+    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8) if dtype == FP8 and x.dtype != FP8 else x
+
 
 def write_kv_reference(key: Tensor, value: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
     """The meaning, also the CPU path."""
     if slots.is_cuda or (slots < 0).any():
         keep = slots >= 0
         key, value, slots = key[keep], value[keep], slots[keep]
-    # index_copy_ wants the source contiguous or it walks it element by element.
-    key_cache.view(-1, *key.shape[1:]).index_copy_(0, slots, key.contiguous())
-    value_cache.view(-1, *value.shape[1:]).index_copy_(0, slots, value.contiguous())
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        new, flat = to_cache_type(new, cache.dtype), cache.view(-1, *key.shape[1:])
+        if cache.dtype == FP8:  # torch indexes no fp8: bytes are moved
+            new, flat = new.view(torch.uint8), flat.view(torch.uint8)
+        # index_copy_ wants the source contiguous or it walks it element by element.
+        flat.index_copy_(0, slots, new.contiguous())
+
+
+@triton.jit
+def write_kv_kernel(
+    key,
+    value,
+    slots,
+    key_cache,
+    value_cache,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    block_stride,
+    slot_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """One program for each token: keys and values of all its heads are two contiguous runs of the cache."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)  # slot * slot_stride passes 2**31
+    if slot >= 0:
+        head = tl.arange(0, HEADS_PADDED)[:, None]
+        d = tl.arange(0, DIM_PADDED)[None, :]
+        inside = (head < HEADS) & (d < DIM)  # both may be padded to a power of two
+        k = tl.load(key + token * key_token + head * key_head + d, mask=inside, other=0.0)
+        v = tl.load(value + token * value_token + head * value_head + d, mask=inside, other=0.0)
+        if IS_FP8:
+            k = tl.minimum(tl.maximum(k.to(tl.float32), -448.0), 448.0)
+            v = tl.minimum(tl.maximum(v.to(tl.float32), -448.0), 448.0)
+        to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + head * DIM + d
+        tl.store(key_cache + to, k.to(key_cache.dtype.element_ty), mask=inside)
+        tl.store(value_cache + to, v.to(value_cache.dtype.element_ty), mask=inside)
+
+
+def launch_write_kv(key: Tensor, value: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Start the kernel on checked arguments."""
+    same_device("write_kv", key=key, value=value, slots=slots, key_cache=key_cache, value_cache=value_cache)
+    tokens, heads, dim = key.shape
+    if tokens == 0:
+        return
+    if not slots.is_cuda and int(slots.max()) >= key_cache.shape[0] * key_cache.shape[1]:  # free to ask on the CPU
+        raise IndexError(f"write_kv: slot {int(slots.max())} is outside a cache of {tuple(key_cache.shape[:2])}")
+    if key_cache.stride()[1:] != (heads * dim, dim, 1) or key_cache.stride() != value_cache.stride():
+        raise ValueError(f"write_kv: the slots of the caches are not contiguous, strides {key_cache.stride()}")
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+    width = next_power_of_2(heads) * next_power_of_2(dim)
+    write_kv_kernel[(tokens,)](
+        key=key,
+        value=value,
+        slots=slots,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        key_token=key.stride(0),
+        key_head=key.stride(1),
+        value_token=value.stride(0),
+        value_head=value.stride(1),
+        block_stride=key_cache.stride(0),
+        slot_stride=key_cache.stride(1),
+        BLOCK_SIZE=key_cache.shape[1],
+        HEADS=heads,
+        DIM=dim,
+        HEADS_PADDED=next_power_of_2(heads),
+        DIM_PADDED=next_power_of_2(dim),
+        IS_FP8=key_cache.dtype == FP8 and key.dtype != FP8,
+        num_warps=write_kv_warps(width),
+    )
+
+
+def write_kv_warps(width: int) -> int:
+    """A thread moves 16 bytes of each of the two: 8 elements of 2 bytes.  More warps would leave threads idle."""
+    return max(1, min(8, width // 256))
 
 
 def write_kv(key: Tensor, value: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
@@ -35,6 +125,9 @@ def write_kv(key: Tensor, value: Tensor, slots: Tensor, key_cache: Tensor, value
         )
     if slots.dtype != torch.int64 or slots.shape != key.shape[:1]:
         raise ValueError(f"write_kv: slots must be int64 ({key.shape[0]},), not {slots.dtype} {tuple(slots.shape)}")
-    if key.dtype != key_cache.dtype:
+    if key.dtype != key_cache.dtype and key_cache.dtype != FP8:
         raise ValueError(f"write_kv: keys are {key.dtype} and the cache is {key_cache.dtype}")
-    write_kv_reference(key, value, slots, key_cache, value_cache)
+    if uses_triton(key):
+        launch_write_kv(key, value, slots, key_cache, value_cache)
+    else:
+        write_kv_reference(key, value, slots, key_cache, value_cache)
