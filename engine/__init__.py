@@ -15,6 +15,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.async_llm import AsyncLLM
     from engine.config import EngineArgs
     from engine.core import EngineCore
     from engine.llm import LLM
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "engine.llm",
+    "AsyncLLM": "engine.async_llm",
     "EngineArgs": "engine.config",
     "EngineCore": "engine.core",
     "SamplingParams": "engine.sampling",
@@ -36,7 +38,16 @@ _HOMES = {
     "CompletionOutput": "engine.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "EngineArgs", "EngineCore", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "EngineCore",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -88,15 +88,14 @@ class EngineCore:
 
     # requests
 
-    def check_request(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0
-    ) -> tuple[list[int], int]:
-        """The prompt's token ids and the most tokens of each completion, if `add_request` would accept it.
+    def check_request(self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0) -> list[int]:
+        """The prompt's token ids, if `add_request` would accept it.
 
         Raises what `add_request` raises, an id in use apart.  Changes nothing, so that any thread may call it.
         """
         token_ids, group, _ = self._check("", prompt, params, None, priority)
-        return token_ids, self.scheduler.check(group)
+        self.scheduler.check(group)
+        return token_ids
 
     def _check(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, text: str | None, priority: int

@@ -11,7 +11,13 @@ Exception
 │       └── DuplicateError      a request id in use
 └── RuntimeError
     ├── SamplingError           no token can be drawn: broken logits, or the request's own processor raised
-    └── ProtocolError           schedule and update out of turn: a bug in the caller
+    ├── ProtocolError           schedule and update out of turn: a bug in the caller
+    ├── RequestFailedError      the request was accepted and could not be carried out
+    └── UnavailableError        the engine takes no request now; a later one, or another engine, may be luckier
+        ├── QueueFullError      as many requests wait as may
+        ├── ShutdownError       the engine is being shut down
+        ├── EngineStalledError  there is work, and no step has ended for too long
+        └── EngineDeadError     the engine's thread has ended
 """
 
 from engine.models.errors import ModelLoadError
@@ -24,13 +30,53 @@ class InvalidPromptError(ValueError):
     """The prompt is not one: empty, of a wrong type, or with token ids outside the vocabulary."""
 
 
+class RequestFailedError(RuntimeError):
+    """The request was accepted and could not be carried out; the message says why."""
+
+
+class UnavailableError(RuntimeError):
+    """The engine takes no request now.  reason: a short word for metrics."""
+
+    reason = "unavailable"
+
+
+class QueueFullError(UnavailableError):
+    """As many requests wait as may."""
+
+    reason = "queue_full"
+
+
+class ShutdownError(UnavailableError):
+    """The engine is being shut down."""
+
+    reason = "shutdown"
+
+
+class EngineStalledError(UnavailableError):
+    """There is work, and no step has ended for too long."""
+
+    reason = "stalled"
+
+
+class EngineDeadError(UnavailableError):
+    """The engine's thread has ended; nothing will be computed any more."""
+
+    reason = "dead"
+
+
 __all__ = [
     "ConfigError",
     "DuplicateError",
+    "EngineDeadError",
+    "EngineStalledError",
     "InvalidParameterError",
     "InvalidPromptError",
     "ModelLoadError",
     "ProtocolError",
+    "QueueFullError",
     "RefusedError",
+    "RequestFailedError",
+    "ShutdownError",
     "TokenizerError",
+    "UnavailableError",
 ]

@@ -152,7 +152,7 @@ class LLM:
         chats: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
         items: list[Prompt] = []
         for chat in chats:
-            _check_messages(chat)
+            check_messages(chat)
             text = tokenizer.apply_chat_template(
                 chat, chat_template=chat_template, add_generation_prompt=add_generation_prompt
             )
@@ -171,7 +171,7 @@ class LLM:
                 name = str(next(self._ids))
                 names.append(name)
                 try:
-                    prompt, text = _prompt_of(item)
+                    prompt, text = prompt_of(item)
                     self.core.add_request(name, prompt, param, prompt_text=text, priority=prio)
                 except (ValueError, TypeError) as error:
                     errors.append(error)
@@ -224,7 +224,7 @@ def _as_list(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
     return list(given)
 
 
-def _prompt_of(item: Prompt) -> tuple[str | Sequence[int], str | None]:
+def prompt_of(item: Prompt) -> tuple[str | Sequence[int], str | None]:
     """Text or token ids, and the text that the ids stand for."""
     if not isinstance(item, Mapping):
         return item, None
@@ -247,7 +247,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     return list(params)
 
 
-def _check_messages(chat: Any) -> None:
+def check_messages(chat: Any) -> None:
     if not isinstance(chat, Sequence) or isinstance(chat, str | bytes) or not chat:
         raise InvalidPromptError("a conversation must be a list of at least one message")
     for message in chat:
