@@ -166,11 +166,20 @@ def _note_fail(self: Any, request_ids: Any) -> None:
     recorder(self).note(self, "fail", request_ids=named)
 
 
+def _arrival_is_lawful(self: Any) -> bool:
+    """A group that arrives between schedule() and update() is part of the state that the rest of the round is about."""
+    own = recorder(self)
+    if self._plan is not None and own.step is not None:
+        mid = views.snapshot(self)
+        own.step = own.step._replace(mid=mid, now={**own.step.now, mid.waiting[-1].request_id: mid.waiting[-1]})
+    return _state_is_lawful(self)
+
+
 _lawful_after = ensure(_state_is_lawful, error=_law_error, enabled=ON)
 
 schedule = _stack(_old(_begin_step, "before"), ensure(_step_is_lawful, error=_law_error, enabled=ON))
 update = _stack(_old(_begin_update, "shadow"), _lawful_after, ensure(_round_is_lawful, error=_law_error, enabled=ON))
-add = _stack(_old(_note_add, "noted"), _lawful_after)
+add = _stack(_old(_note_add, "noted"), ensure(_arrival_is_lawful, error=_law_error, enabled=ON))
 abort = _stack(_old(_note_abort, "noted"), _lawful_after)
 fail = _stack(_old(_note_fail, "noted"), _lawful_after)
 
