@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from spec.abstract import ACTIONS, Counts, Row, abstract, find
+from spec.abstract import ACTIONS, Counts, Row, abstract, add, find, may_add, row
 from spec.views import Round, Step
 
 
@@ -88,26 +88,37 @@ def replay(turn: Round) -> Mismatch | None:
     try:
         s, rest = _scheduled(step)
         _same(s, abstract(step.mid), "mid")
-        served = [(v.was.request_id, v.tokens) for v in step.served]
-        for request_id, tokens in served:
-            verbs = rest.pop(request_id, [])
-            verbs = verbs[next((i + 1 for i, (verb, _) in enumerate(verbs) if verb == "add"), 0) :]
+        since = {request_id: _since_arrival(verbs) for request_id, verbs in rest.items()}
+        for v in step.served:
+            request_id = v.was.request_id
+            verbs = since.pop(request_id, [])
             if not any(verb in ("abort", "fail") for verb, _ in verbs):
-                s = _apply("compute", s, request_id, tokens)
+                s = _apply("compute", s, request_id, v.tokens)
                 g = find(s, request_id)
                 assert g is not None
                 if g.deficit == 0:
                     s, verbs = _sampled(s, g, verbs)
             for verb, blocks in verbs:
                 s = _apply(verb, s, request_id, blocks)
-        for request_id, verbs in rest.items():
+        for request_id, verbs in since.items():
             for verb, blocks in verbs:
                 if find(s, request_id) is not None:
                     s = _apply(verb, s, request_id, blocks)
+        for new in turn.after.waiting:  # who arrived between schedule() and update()
+            if find(s, new.request_id) is None and ("add", 0) in rest[new.request_id]:
+                if may_add(s, row(new)) is not True:
+                    raise _StoppedError(Mismatch(f"{new.request_id} could never run to its end", "add"))
+                s = add(s, row(new))
         _same(s, abstract(turn.after), "after")
     except _StoppedError as stopped:
         return stopped.mismatch
     return None
+
+
+def _since_arrival(verbs: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """What the log says of an id after it was last given to a new group."""
+    last = max((i for i, (verb, _) in enumerate(verbs) if verb == "add"), default=-1)
+    return verbs[last + 1 :]
 
 
 def _sampled(s: Counts, g: Row, verbs: list[tuple[str, int]]) -> tuple[Counts, list[tuple[str, int]]]:
