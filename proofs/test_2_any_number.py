@@ -21,11 +21,13 @@ inside the body is replaced by what was proved of it before (`room_made`), or cu
 4. `update` works group by group with any other group before or behind: test_1, any number by induction on the plan.
 A loop body reads no group but the ones it takes from the ends, so nothing else of a queue can matter to it.
 
-**No abort for lack of swap** (S8): `_preempt` returns on every path, with the books kept, whatever the CPU's size: 0 too.
+**No abort for lack of swap** (S8): `_preempt` returns on every path, with the books kept, whatever the CPU's size, 0 too.
 
-**The aggregate model**: sums over all groups, each action touching one arbitrary group: its invariants are inductive for
-any number, nothing deadlocks, the old admission rule breaks it.  **The bound** (L3): work is a vector in order of
-seniority; see `test_every_step_computes_a_token_of_the_oldest` and what follows.
+**The aggregate model**: sums over all groups, each action touching one arbitrary group: its invariant is inductive for
+any number, nothing deadlocks, the old admission rule breaks it.
+
+**The bound** (L3): the oldest gets a token in every step, in prefill-first order in one of two, and loses none; its work
+is bounded by its own numbers; so a group leaves within the sum of the bounds of itself and its seniors at arrival.
 """
 
 from __future__ import annotations
@@ -37,14 +39,15 @@ import pytest
 from engine.scheduler import PreemptionMode, Scheduler, SequenceGroup
 from engine.scheduler.phases import Step
 from proofs import faults_symbolic as faults
-from proofs.endless import Endless, endless, known, room_made, turn
-from proofs.worlds import MODES
-
+from proofs import steps
+from proofs.endless import Endless, endless, room_made, turn
+from proofs.worlds import MODES, Shape, build
+from spec import aggregate
 from spec.check.ghost import Row
-from spec.check.symbolic import Cut, Report
-from spec.laws import BY_ID
-from spec.logic import Bool, Int, conj, disj, every, implies, neg, total
-from spec.words import is_decode
+from spec.check.symbolic import Cut, Executor, Report, Symbols
+from spec.laws import BY_ID, steps_bound
+from spec.logic import Bool, Int, conj, disj, neg, total
+from spec.words import is_decode, queued, remaining_work
 
 ORDERS = {"chunked": True, "prefill_first": False}
 order_and_mode = pytest.mark.parametrize(
@@ -427,3 +430,106 @@ def test_admission_beyond_max_num_seqs_is_refuted_for_any_number() -> None:
 
 def test_admission_below_the_watermark_is_refuted_for_any_number() -> None:
     assert "S16" in prove_admit(faults.IgnoresTheWatermark, n=9).broken()
+
+
+# the aggregate model
+
+
+def refuted(hypothesis: list[Bool], claim: Bool) -> Any:
+    """Values that break the claim; None if it follows."""
+    executor = Executor(hypothesis)
+    assert executor.satisfiable
+    return executor.refute(claim)
+
+
+@pytest.mark.parametrize("action", list(aggregate.ACTIONS))
+def test_the_aggregate_invariant_is_inductive(action: str) -> None:
+    sums, group = aggregate.symbols(Symbols())
+    guard, effect = aggregate.ACTIONS[action]
+    given = [aggregate.invariant(sums), aggregate.fits_alone(sums, group), guard(sums, group)]
+    assert refuted(given, aggregate.invariant(effect(sums, group))) is None
+
+
+def test_no_deadlock_with_nothing_running_the_head_comes_in() -> None:
+    sums, group = aggregate.symbols(Symbols())
+    lawful = [aggregate.invariant(sums), aggregate.fits_alone(sums, group), sums.runs == 0]
+    head = disj(
+        conj(aggregate.is_swapped(sums, group), group.arrival == sums.oldest_swap),
+        conj(sums.swaps == 0, sums.waits >= 1, group.held == 0),
+    )
+    assert refuted([*lawful, head], aggregate.can_go_on(sums, group)) is None
+
+
+def test_no_abort_for_lack_of_swap_a_victim_can_always_be_preempted() -> None:
+    sums, group = aggregate.symbols(Symbols())
+    given = [aggregate.invariant(sums), aggregate.fits_alone(sums, group), aggregate.runs_last(sums, group)]
+    assert refuted(given, aggregate.can_preempt(sums, group)) is None
+
+
+def test_without_demotion_and_recompute_a_victim_can_find_no_room() -> None:
+    """The reported abort: with swap as the only way out, a full swap area is reachable whatever the admission rule."""
+    sums, group = aggregate.symbols(Symbols())
+    given = [aggregate.invariant(sums), aggregate.fits_alone(sums, group), aggregate.runs_last(sums, group)]
+    assert refuted(given, aggregate.ACTIONS["swap_out"][0](sums, group)) is not None
+
+
+def test_the_old_admission_rule_breaks_seniority() -> None:
+    """Admission while groups are swapped: whoever comes in is junior to them."""
+    sums, group = aggregate.symbols(Symbols())
+    _, admit = aggregate.ACTIONS["admit"]
+    given = [aggregate.invariant(sums), aggregate.fits_alone(sums, group), sums.swaps >= 1, sums.waits >= 1]
+    old_rule = [group.cover <= sums.gpu_free, sums.live_runs + sums.live_swaps + group.live <= sums.seqs]
+    newcomer = [group.arrival > sums.oldest_swap]
+    assert refuted([*given, *old_rule, *newcomer], aggregate.invariant(admit(sums, group))) is not None
+
+
+# the bound
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("where", ["running", "swapped", "waiting"])
+def test_the_remaining_work_of_a_lawful_group_is_positive_and_bounded(where: str, n: int, block_size: int) -> None:
+    """L3, first part: wherever a group is, and however often it was rebuilt, its work lies between 1 and its bound."""
+    at = [int(where == queue) for queue in ("running", "swapped", "waiting")]
+    for forked, live in [(0, n), *((1, live) for live in range(1, n + 1))]:
+        shape = Shape(*at, forked=forked, branches=((n, live),), block_size=block_size)
+        world = build(shape, Symbols())
+        group = next(world.groups())
+        work = remaining_work(group)
+        assert refuted(steps.lawful(world), conj(work >= 1, work <= steps_bound(group, []))) is None
+
+
+def test_the_bound_of_a_group_is_the_sum_over_itself_and_its_seniors() -> None:
+    """L3 as the laws state it adds up the bounds of the groups, twice in prefill-first order."""
+    shape = Shape(0, 0, 3, branches=((1, 1), (2, 2), (3, 3)), block_size=4)
+    *seniors, group = build(shape, Symbols()).groups()
+    bound = total(steps_bound(g, []) for g in (*seniors, group))
+    assert (steps_bound(group, seniors) == bound) is True
+    assert (steps_bound(group, seniors, chunked=False) == 2 * bound) is True
+
+
+@in_both_orders
+@pytest.mark.parametrize("shape", [(1, 0, 1), (2, 1, 1), (0, 1, 1), (0, 0, 2)], ids=lambda s: "-".join(map(str, s)))
+def test_every_step_computes_a_token_of_the_oldest_and_takes_nothing_from_it(
+    shape: tuple[int, int, int], chunked: bool
+) -> None:
+    """L3, second part.  The oldest is never a victim and its lack never grows; it gets a token in every step, in
+    prefill-first order in one of two.  Its work only falls, by a token at least each time (L2 of `update`, test_1), so
+    it ends within its bound; then the next is the oldest.  Nobody who arrives later ever becomes older.  So a group
+    ends within the sum of the bounds of itself and its seniors at arrival.
+    """
+
+    def claims(planned: steps.Planned) -> dict[str, Bool]:
+        step = planned.step
+        oldest = queued(step.before)[0]
+        now = step.now[oldest.request_id]
+        return {
+            "oldest": BY_ID["L1" if chunked else "L1p"](step),
+            "turns": BY_ID["S17"](step),
+            "lack": now.deficit == oldest.deficit,
+        }
+
+    for forked in steps.forked_counts(*shape):
+        report = steps.prove_schedule(Shape(*shape, chunked=chunked, forked=forked), laws=claims)
+        assert report.proved, str(report)
