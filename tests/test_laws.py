@@ -9,6 +9,7 @@ import pytest
 
 from engine.scheduler import RefusedError
 from spec import plain, views
+from spec.__main__ import README, written
 from spec.laws import BY_ID, IDS_STATE, IDS_STEP, LAWS, MID, ROUND, STATE, STATE_IN_MID, STEP, Kind, Tier, steps_bound
 from spec.words import Measure, remaining_work, whole
 from tests.worlds import R, random_request, random_world, world
@@ -144,3 +145,8 @@ def test_the_bound_on_steps_sums_over_the_seniors() -> None:
     assert steps_bound(a, []) == 5 + 2 * 2 + 1
     assert steps_bound(b, [a]) == 10 + 4 + 1
     assert steps_bound(b, [a], chunked=False) == 2 * 15
+
+
+def test_the_table_of_laws_in_the_readme_is_up_to_date() -> None:
+    text = README.read_text()
+    assert written(text) == text, "run python -m spec"
