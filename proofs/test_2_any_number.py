@@ -21,12 +21,12 @@ inside the body is replaced by what was proved of it before (`room_made`), or cu
 4. `update` works group by group with any other group before or behind: test_1, any number by induction on the plan.
 A loop body reads no group but the ones it takes from the ends, so nothing else of a queue can matter to it.
 
-**No abort for lack of swap** (S8): `_preempt` returns on every path, with the books kept, whatever the CPU's size, 0 too.
+**No abort for lack of swap** (S8): `_preempt` returns on every path with the books kept, for any CPU size, 0 too.
 
 **The aggregate model**: sums over all groups, each action touching one arbitrary group: its invariant is inductive for
 any number, nothing deadlocks, the old admission rule breaks it.
 
-**The bound** (L3): the oldest gets a token in every step, in prefill-first order in one of two, and loses none; its work
+**The bound** (L3): the oldest gets a token in every step (in one of two, prefill-first) and loses none; its work
 is bounded by its own numbers; so a group leaves within the sum of the bounds of itself and its seniors at arrival.
 """
 

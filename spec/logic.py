@@ -2,7 +2,8 @@
 
 A Python `and`, `if` or `min` asks a symbol for its truth and so forks a symbolic run; these build one term instead.
 On plain values they are ordinary functions, cheap enough for the scheduler's own arithmetic.
-A value is symbolic when it carries a Z3 term in its attribute `term`; its class says how to build one.
+A value is symbolic when its class says how to build one: pick, negated, conjoined, disjoined.  A truth of any other
+kind (another tool's symbol, say) is simply asked.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def pick(condition: Bool, then: Int, otherwise: Int) -> Int:
         return then
     if condition is False:
         return otherwise
-    return condition.pick(then, otherwise)
+    choose = getattr(condition, "pick", None)
+    if choose is None:
+        return then if condition else otherwise
+    return choose(then, otherwise)
 
 
 def least(a: Int, b: Int) -> Int:
@@ -42,7 +46,8 @@ def neg(a: Bool) -> Bool:
     """not a."""
     if a is True or a is False:
         return not a
-    return a.negated()
+    negated = getattr(a, "negated", None)
+    return not a if negated is None else negated()
 
 
 def conj(*parts: Bool) -> Bool:
@@ -55,7 +60,8 @@ def conj(*parts: Bool) -> Bool:
             symbols.append(part)
     if not symbols:
         return True
-    return symbols[0].conjoined(symbols[1:])
+    conjoined = getattr(symbols[0], "conjoined", None)
+    return all(symbols) if conjoined is None else conjoined(symbols[1:])
 
 
 def disj(*parts: Bool) -> Bool:
@@ -68,7 +74,8 @@ def disj(*parts: Bool) -> Bool:
             symbols.append(part)
     if not symbols:
         return False
-    return symbols[0].disjoined(symbols[1:])
+    disjoined = getattr(symbols[0], "disjoined", None)
+    return any(symbols) if disjoined is None else disjoined(symbols[1:])
 
 
 def implies(a: Bool, b: Bool) -> Bool:
