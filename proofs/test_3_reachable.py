@@ -91,6 +91,10 @@ def test_sometimes_everything_happens(order: str) -> None:
 # every law can fail
 
 
+def cheapest_first() -> list[Scope]:
+    return sorted(SMALL.values(), key=lambda scope: scope.edges)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_a_planted_fault_breaks_the_laws_it_should(mutant: Mutant) -> None:
     for law in mutant.breaks:
@@ -98,7 +102,7 @@ def test_a_planted_fault_breaks_the_laws_it_should(mutant: Mutant) -> None:
             explore(
                 scope.world, lambda w=scope.world: mutant.build(w.config), mutant.new_group, limit=6000, laws=[law]
             ).violation
-            for scope in SMALL.values()
+            for scope in cheapest_first()
         ), f"{law} holds in spite of {mutant.id}: {mutant.text}"
 
 
