@@ -1,4 +1,4 @@
-"""The command `lawful`: generate, chat, bench, demo.
+"""The command `lawful`: generate, chat, serve, top, bench, demo.
 
 Everything heavy is imported inside the command that needs it, so that --help and --version answer at once.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from engine import __version__
+from engine import __version__, serve_cli
 
 if TYPE_CHECKING:
     from engine.config import EngineArgs
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text, formatter_class=_Formatter)
+        sub = commands.add_parser(name, help=text, description=text, formatter_class=Formatter)
         sub.add_argument("-q", "--quiet", action="store_true", help="no progress, no log line, warnings only")
         sub.set_defaults(run=run)
         return sub
@@ -72,15 +72,43 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to complete; '-' reads standard input")
     generate.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
     generate.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
-    _add_engine_args(generate)
+    add_engine_args(generate)
     _add_sampling_args(generate, max_tokens=128)
 
     chat = command("chat", _chat, "Talk with the model in the terminal; the answer appears as it is made.")
     chat.add_argument("--system", help="system message of the conversation")
-    _add_engine_args(chat)
+    add_engine_args(chat)
     _add_sampling_args(chat, max_tokens=512, n=False)
 
-    bench = command("bench", _bench, "Measure throughput on prompts of synthetic lengths.")
+    serve_cli.add_serve(command)
+    serve_cli.add_top(command)
+
+    bench = command("bench", _bench, "Measure throughput on prompts of synthetic lengths; or a server: bench serve.")
+    _add_bench_args(bench)
+    kinds = bench.add_subparsers(dest="kind", metavar="kind")
+    text = "The engine alone, all requests at once; this is the default."
+    alone = kinds.add_parser("throughput", help=text, description=text, formatter_class=Formatter)
+    alone.add_argument("-q", "--quiet", action="store_true", help="no progress, no log line, warnings only")
+    _add_bench_args(alone)
+    alone.set_defaults(run=_bench)
+    serve_cli.add_bench_serve(kinds, Formatter)
+
+    demo = command("demo", _demo, "Answer real prompts under memory pressure and show what the scheduler did.")
+    demo.add_argument("--num-prompts", type=int, default=20, help="how many of the sample prompts")
+    demo.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
+    demo.add_argument("--n", type=int, default=2, help="answers to each prompt")
+    add_engine_args(demo, num_gpu_blocks_override=56, num_cpu_blocks_override=24, max_model_len=512)
+
+    audit = command("audit", _audit, "Check every line of a recorded trace against the laws (see --record-trace).")
+    audit.add_argument("trace", metavar="TRACE", help="the file that --record-trace or record_trace= wrote")
+    audit.add_argument("--json", action="store_true", help="print one JSON line")
+
+    replay = command("replay", _replay, "Run a broken law again from the file that its error names.")
+    replay.add_argument("file", metavar="FILE", help="a dump of LAWFUL_CONTRACTS=on, by default in .lawful/")
+    return parser
+
+
+def _add_bench_args(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--num-prompts", type=int, default=16, help="requests, all queued at once")
     bench.add_argument("--input-len", type=int, default=128, help="prompt tokens of each")
     bench.add_argument("--output-len", type=int, default=64, help="tokens to generate for each, end tokens ignored")
@@ -88,17 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--temperature", type=float, default=1.0, help="0 for greedy")
     bench.add_argument("--json", action="store_true", help="print one JSON line")
     bench.add_argument("--output-json", metavar="FILE", help="write the same JSON to a file")
-    _add_engine_args(bench)
-
-    demo = command("demo", _demo, "Answer real prompts under memory pressure and show what the scheduler did.")
-    demo.add_argument("--num-prompts", type=int, default=20, help="how many of the sample prompts")
-    demo.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
-    demo.add_argument("--n", type=int, default=2, help="answers to each prompt")
-    _add_engine_args(demo, num_gpu_blocks_override=56, num_cpu_blocks_override=24, max_model_len=512)
-    return parser
+    add_engine_args(bench)
 
 
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+class Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except the uninformative None."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -126,11 +147,12 @@ _ENGINE_HELP = {
     "device": "auto, cpu or cuda",
     "load_format": "auto, safetensors, pt, gguf or dummy",
     "disable_log_stats": "no log line every five seconds",
+    "record_trace": "write the scheduler's trace to this file, one JSON line a step (see lawful audit)",
 }
 _TYPES: dict[str, type] = {"str": str, "int": int, "float": float}
 
 
-def _add_engine_args(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_engine_args(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     from engine.config import EngineArgs
 
     group = parser.add_argument_group("engine")
@@ -167,7 +189,7 @@ def _add_sampling_args(parser: argparse.ArgumentParser, max_tokens: int, n: bool
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
 
 
-def _engine_args(args: argparse.Namespace) -> EngineArgs:
+def engine_args(args: argparse.Namespace) -> EngineArgs:
     from engine.config import EngineArgs
 
     given = {name: getattr(args, name) for name in EngineArgs.names() if hasattr(args, name)}
@@ -199,7 +221,7 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
 def _load(args: argparse.Namespace) -> Any:
     from engine.llm import LLM, build_core
 
-    return LLM.from_core(build_core(_engine_args(args)))
+    return LLM.from_core(build_core(engine_args(args)))
 
 
 # the commands
@@ -258,7 +280,7 @@ def _bench(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     result = throughput(
-        _engine_args(args),
+        engine_args(args),
         num_prompts=args.num_prompts,
         input_len=args.input_len,
         output_len=args.output_len,
@@ -283,7 +305,19 @@ def _bench(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from engine.demo import demo
 
-    return demo(_engine_args(args), args.num_prompts, args.n, args.max_tokens, progress=not args.quiet)
+    return demo(engine_args(args), args.num_prompts, args.n, args.max_tokens, progress=not args.quiet)
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from engine.verify import audit_trace
+
+    return audit_trace(args.trace, args.json)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from engine.verify import replay_dump
+
+    return replay_dump(args.file)
 
 
 if __name__ == "__main__":

@@ -227,6 +227,7 @@ class EngineStats:
             "generation_tokens": self.generation_tokens,
             "computed_tokens": self.computed_tokens,
             "recomputed_tokens": self.recomputed_tokens,
+            "largest_gap_s": self.largest_gap,
             "requests_received": self.received,
             "requests_finished": self.finished,
             "requests_aborted": self.aborted,

@@ -1,0 +1,109 @@
+"""What happens to every request before an endpoint sees it: its id, its key, its body.
+
+Plain ASGI: nothing stands between an endpoint and the news that its client has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.server.errors import ApiError
+from engine.server.options import ServerOptions
+from engine.server.service import request_id_of
+from engine.server.streaming import CUT_OFF
+
+logger = logging.getLogger("lawful")
+
+PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/debug/")  # what needs a key, if keys are set
+BODY_TIMEOUT = 60.0  # seconds that a client may take to send its body
+
+
+class Gate:
+    """Checks id, key and size; reads the body whole, so that the limit holds for chunked ones too."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self.app = app
+        self.limit = options.max_body_bytes
+        self.keys = [key.encode() for key in options.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        cycle = getattr(send, "__self__", None)  # uvicorn's; other servers close slow connections themselves
+        transport = getattr(cycle, "transport", None)
+        if transport is not None:
+            scope[CUT_OFF] = transport.abort
+        headers = Headers(scope=scope)
+        try:
+            name = request_id_of(headers.get("x-request-id"))
+            scope.setdefault("state", {})["request_id"] = name
+            self._check_key(scope["path"], headers)
+            body = await self._read(headers, receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        if body is None:
+            return
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = name
+            await send(message)
+
+        rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_body() -> Message:
+            return rest.pop() if rest else await receive()
+
+        await self.app(scope, receive_body, send_with_id)
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        if not self.keys or not (path.startswith(PROTECTED)):
+            return
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip().encode(errors="replace") if kind.lower() == "bearer" else b""
+        matches = [hmac.compare_digest(given, known) for known in self.keys]
+        if not any(matches):
+            raise ApiError(
+                "a valid API key is needed: Authorization: Bearer KEY",
+                401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The body; None if the client has gone."""
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self.limit:
+            raise self._too_large()
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self.limit:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            message_ = f"the body did not arrive within {BODY_TIMEOUT:g} s"
+            raise ApiError(message_, 408, headers={"Connection": "close"}) from None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            f"the body has more than {self.limit} bytes",
+            413,
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
