@@ -37,6 +37,25 @@ def group_piece(forked: bool, live: int, deficit: int, budget: int) -> int:
     return piece
 
 
+class _TakesTheLast(SequenceGroup):
+    """A piece may take the token that a branch must keep for the common sample."""
+
+    def piece(self, budget: int) -> int:
+        return min(budget, self.deficit)
+
+
+def broken_piece(live: int, deficit: int, budget: int) -> int:
+    """The claim of `group_piece` for a faulty group."""
+    assert live >= 1
+    assert deficit >= live
+    assert budget >= live
+    group = _TakesTheLast("a", 1)
+    group.forked, group.live, group.deficit = True, live, deficit
+    piece = group.piece(budget)
+    assert piece == deficit or piece <= deficit - live
+    return piece
+
+
 def _config(gpu: int, cpu: int, tokens: int, seqs: int) -> dict[str, Any]:
     return {
         "gpu_blocks": gpu,

@@ -18,7 +18,11 @@ SOUND = [
     pytest.param(second_opinion.one_decode_keeps_every_law, marks=deep),
     pytest.param(second_opinion.two_decodes_keep_every_law, marks=deep),
 ]
-BROKEN = [second_opinion.broken_growth, pytest.param(second_opinion.broken_two_decodes, marks=deep)]
+BROKEN = [
+    pytest.param(second_opinion.broken_piece, 5),
+    pytest.param(second_opinion.broken_growth, 60, marks=deep),
+    pytest.param(second_opinion.broken_two_decodes, 60, marks=deep),
+]
 
 
 def opinion(function: object, seconds: int) -> tuple[int, str]:
@@ -44,8 +48,8 @@ def test_crosshair_confirms(function: object) -> None:
     assert "Confirmed over all paths" in report, report
 
 
-@pytest.mark.parametrize("function", BROKEN, ids=lambda f: f.__name__)
-def test_crosshair_refutes_a_planted_fault(function: object) -> None:
-    status, report = opinion(function, 8)
+@pytest.mark.parametrize(("function", "seconds"), BROKEN, ids=lambda f: getattr(f, "__name__", ""))
+def test_crosshair_refutes_a_planted_fault(function: object, seconds: int) -> None:
+    status, report = opinion(function, seconds)
     assert status == 1, report
     assert "AssertionError" in report, report

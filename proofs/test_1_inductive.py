@@ -16,20 +16,23 @@ test_2 and by search; Q8 has no meaning where the block size is a symbol and is 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import random
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from engine.scheduler import SequenceGroup
+from engine.scheduler import RefusedError, Scheduler, SequenceGroup
 from proofs import faults_symbolic as faults
 from proofs import steps
-from proofs.worlds import MODES, CountedBlocks, Shape, build
+from proofs.worlds import MODES, CountedBlocks, Shape, build, rowless
 from spec.check.symbolic import Executor, Report, Source, Symbols, prove
 from spec.laws import BY_ID, STATE
 from spec.logic import Bool, conj, disj, every, implies, least, most, pick, total
 from spec.words import Measure
+from tests.worlds import random_request, random_world
 
 ORDERS = {"chunked": True, "prefill_first": False}
 SHAPES = [(r, s, w) for r in range(4) for s in range(3) for w in range(3)]
@@ -335,6 +338,44 @@ def test_the_block_formulas_obey_the_count_protocol(where: str, n: int, block_si
                 lambda world: steps.numbers(world),
             )
         )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_counting_keeper_counts_what_the_allocator_does(seed: int) -> None:
+    """`CountedBlocks` in lockstep with `BlockManager`: the same decisions, the same counts, on random runs."""
+    rng = random.Random(seed)
+    real = random_world(rng)
+    config = real.config
+    counting = rowless(Scheduler)(
+        config, CountedBlocks(config.block_size, config.num_gpu_blocks, config.num_cpu_blocks)
+    )
+    both = (real, counting)
+
+    def counts(scheduler: Scheduler) -> list[Any]:
+        queues = (scheduler.running, scheduler.swapped, scheduler.waiting)
+        groups = [
+            [(g.request_id, g.held, g.deficit, g.known, g.live, g.tail_shared) for g in queue] for queue in queues
+        ]
+        return [groups, scheduler.blocks.gpu_free, scheduler.blocks.cpu_free]
+
+    for _ in range(150):
+        if rng.random() < 0.4:
+            new = random_request(rng, real)
+            for scheduler in both:
+                with contextlib.suppress(RefusedError):
+                    scheduler.add(SequenceGroup(new.request_id, new.prompt_len, new.n, new.max_tokens))
+        if rng.random() < 0.05 and real.groups:
+            name = rng.choice(list(real.groups))
+            for scheduler in both:
+                scheduler.abort(name)
+        plans = [scheduler.schedule() for scheduler in both]
+        assert plans[0].log == plans[1].log
+        assert counts(real) == counts(counting)
+        drawn = [(row.group.request_id, branch) for row in plans[0].scheduled for branch in row.draws]
+        stopped = {one for one in drawn if rng.random() < 0.1}
+        for scheduler, plan in zip(both, plans, strict=True):
+            scheduler.update(plan, stopped)
+        assert counts(real) == counts(counting)
 
 
 # no proof is empty
