@@ -53,12 +53,12 @@ class FaultyRunner(OracleRunner):
 
 
 class LetterSampler(Sampler):
-    """Draws only printable ASCII, so that texts are texts."""
+    """Draws only printable ASCII: texts are texts, and only limits and stop strings end them."""
 
     def sample(self, logits: Any, draws: Any) -> Any:
         masked = logits.clone()
         masked[:, :32] = float("-inf")
-        masked[:, 127:256] = float("-inf")
+        masked[:, 127:] = float("-inf")
         return super().sample(masked, draws)
 
 
