@@ -131,11 +131,11 @@ def test_the_old_admission_rule_is_refuted_by_a_run_that_a_person_can_follow() -
 # the key of a state keeps all that matters
 
 
-def boundaries(name: str, limit: int = 400) -> Iterator[tuple[Codec, bytes]]:
+def boundaries(name: str, limit: int = 60) -> Iterator[tuple[Codec, bytes]]:
     """Some states of a scope, by their keys."""
     world = SMALL[name].world
     codec = Codec(lambda: Scheduler(world.config), new_group)
-    found = explored(world, graph=True, limit=limit * 4)
+    found = explored(world, graph=True, limit=limit * 12)
     assert found.graph is not None
     for key in found.graph.keys[:: max(1, len(found.graph.keys) // limit)]:
         yield codec, key
