@@ -186,7 +186,7 @@ class _Search:
         self.queue.append(start)
         number = 0
         collecting = gc.isenabled()
-        gc.disable()  # nothing here is cyclic, and walking a growing heap costs a tenth of the time
+        gc.disable()  # nothing here is cyclic, and the heap only grows
         try:
             while self.queue and len(self.parents) < limit:
                 self.here = number
