@@ -43,6 +43,7 @@ class EngineArgs:
     watermark: part of the pool that an admission leaves free while others run, from 0 to below 1.
     device: auto, cpu or cuda.  load_format: auto, safetensors, pt, gguf or dummy (random weights).
     disable_log_stats: no log line every five seconds.
+    record_trace: a file that the scheduler's trace is written to, one line a step, for `lawful audit`.
     tensor_parallel_size, quantization, trust_remote_code: only 1, None and False are supported.
     """
 
@@ -65,6 +66,7 @@ class EngineArgs:
     device: str = "auto"
     load_format: str = "auto"
     disable_log_stats: bool = False
+    record_trace: str | None = None
     tensor_parallel_size: int = 1
     quantization: str | None = None
     trust_remote_code: bool = False

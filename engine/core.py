@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -55,6 +56,7 @@ class EngineCore:
     vocab_size, eos_token_ids: the model's.  tokenizer: None for token ids in and out.
     seed: of the generator that gives requests without a seed theirs; None for a different one each time.
 
+    record_trace: a file for the trace of the scheduler, which `lawful audit` reads; None for no trace.
     dump_dir: where the state is written when a step fails; None for nowhere.  observer: see there.
     moved: the unfinished requests that drew tokens in the last step, with their branches.
     failures: steps that failed since the last one that did not.
@@ -70,8 +72,15 @@ class EngineCore:
         eos_token_ids: Iterable[int] = (),
         seed: int | None = 0,
         log_stats: bool = False,
+        record_trace: str | Path | None = None,
     ) -> None:
         self.scheduler = Scheduler(scheduler_config)
+        self._end_trace: Callable[[], object] | None = None
+        if record_trace is not None:
+            from engine.scheduler.trace import TraceWriter
+
+            trace = TraceWriter(self.scheduler, record_trace)
+            self._end_trace = weakref.finalize(self, trace.close)  # at exit too, if nobody calls close
         self.runner = runner
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -85,6 +94,11 @@ class EngineCore:
         self.observer: Observer | None = None
         self.moved: list[tuple[str, list[BranchOutput]]] = []
         self.failures = 0
+
+    def close(self) -> None:
+        """End the trace, if one is recorded; everything else goes on."""
+        if self._end_trace is not None:
+            self._end_trace()
 
     # requests
 

@@ -67,6 +67,7 @@ def build_core(args: EngineArgs) -> EngineCore:
         eos_token_ids=eos,
         seed=args.seed,
         log_stats=not args.disable_log_stats,
+        record_trace=args.record_trace,
     )
 
 
@@ -95,6 +96,10 @@ class LLM:
     def _start(self, core: EngineCore) -> None:
         self.core = core
         self._ids = itertools.count()
+
+    def close(self) -> None:
+        """End the trace, if one is recorded: without it the trace ends when the process does."""
+        self.core.close()
 
     @property
     def stats(self) -> dict[str, object]:

@@ -1,0 +1,804 @@
+"""The audit of a recorded trace: every line replayed against the laws, offline, from the first to the trailer.
+
+The states are built again from what the lines say has changed, at the level of counts and block ids, by code that
+shares nothing with the scheduler.  Of each line are checked: its digest and place; that the log accounts for every
+change; the laws on states, steps and rounds; the laws on ids, with references counted again from the tables (B3); the
+contents of every block, by carrying the plans out on names of tokens (B7); and that groups leave in time (L3).
+
+What is known of a trace at most: an edit that is lawful, and whose digests were computed again up to the end, is a
+different lawful run.  Within a line most numbers are stated twice, so that a single edit is found where it is made.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spec import plain, views
+from spec.check.shadow import _BRANCH, _GROUP, Shadow
+from spec.laws import BY_ID, Law
+from spec.laws_ids import computed
+from spec.laws_round import nothing_lost, steps_bound
+from spec.laws_step import served_ids
+from spec.views import LEAVING, STEP_VERBS, Blocks, Group, State
+from spec.words import is_decode, remaining_work
+
+FORMAT = 1
+_KEY = ',"digest":"'
+_SUFFIX = len(_KEY) + 32 + len('"}\n')
+_FULL_RECOUNT = 1024  # lines between two counts of all references from nothing
+
+
+class Finding(NamedTuple):
+    """Something wrong: the line, the law where one is broken, and what was seen."""
+
+    line: int
+    law: Law | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {f'{self.law} ' if self.law else ''}{self.text}".rstrip()
+
+
+@dataclass
+class Audit:
+    """What an audit saw.  findings: all of the first line at which something is wrong; none for a lawful trace."""
+
+    lines: int = 0
+    steps: int = 0
+    groups: int = 0
+    failed_steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    findings: list[Finding] = field(default_factory=list)
+    verbs: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def lawful(self) -> bool:
+        """The whole trace was read and everything in it is as it must be."""
+        return not self.findings
+
+    @property
+    def laws(self) -> tuple[str, ...]:
+        """The ids of the laws that the offending line breaks."""
+        return tuple(one.law.id for one in self.findings if one.law is not None)
+
+
+class _Word(NamedTuple):
+    """Stands for an enum of the scheduler's: laws read its value."""
+
+    value: str
+
+
+_DEVICE = {"running": 0, "swapped": 1}
+_STATUS = {name: _Word(name) for name in ("running", "swapped", "waiting", "finish", "abort", "fail")}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The configuration, by the names that laws use."""
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    block_size: int
+    max_model_len: int
+    tokens: int
+    seqs: int
+    enable_chunked_prefill: bool
+    mode: _Word | None
+    watermark_blocks: int
+
+    @classmethod
+    def of(cls, stated: dict[str, Any]) -> Config:
+        values = dict(stated)
+        mode = values.pop("preemption_mode")
+        values["tokens"] = values.pop("max_num_batched_tokens")
+        values["seqs"] = values.pop("max_num_seqs")
+        return cls(mode=None if mode is None else _Word(mode), **values)
+
+
+class _Entry(NamedTuple):
+    verb: str
+    request_id: str
+    blocks: int = 0
+    detail: str = ""
+
+
+class _Row(NamedTuple):
+    group: Group
+    branch: int
+    start: int
+    end: int
+    block_table: Sequence[int]
+    slots: list[int]
+    draws: tuple[int, ...]
+
+
+@dataclass
+class _Plan:
+    """What laws read of a plan."""
+
+    log: list[_Entry]
+    groups: list[tuple[Group, int]]
+    scheduled: list[_Row]
+    blocks_to_swap_out: list[tuple[int, int]]
+    blocks_to_swap_in: list[tuple[int, int]]
+    blocks_to_copy: list[tuple[int, int]]
+    num_prefill_tokens: int
+    num_decode_tokens: int
+
+
+class _Wrong(Exception):  # noqa: N818  (a finding on its way up)
+    def __init__(self, text: str, *laws: Law) -> None:
+        super().__init__(text)
+        self.text, self.laws = text, laws
+
+
+class _Pool:
+    """References of one device, counted from the tables, and which group's they are."""
+
+    def __init__(self, capacity: int) -> None:
+        self.refs = [0] * capacity
+        self.owner: list[str] = [""] * capacity
+        self.used = 0
+
+    def drop(self, tables: Iterable[Iterable[int]]) -> None:
+        refs = self.refs
+        for table in tables:
+            for block in table:
+                refs[block] -= 1
+                if not refs[block]:
+                    self.used -= 1
+
+    def name(self, tables: Iterable[Iterable[int]], owner: str) -> None:
+        refs, owners = self.refs, self.owner
+        for table in tables:
+            for block in table:
+                if block < 0:
+                    raise IndexError(block)
+                if not refs[block]:
+                    self.used += 1
+                    owners[block] = owner
+                elif owners[block] != owner:
+                    raise _Wrong(f"block {block} is in tables of {owners[block]} and of {owner}", BY_ID["B5t"])
+                refs[block] += 1
+
+
+class _Books:
+    """The state that the lines read so far add up to."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        self.config = Config.of(header["config"])
+        self.groups: dict[str, Group] = {}
+        self.queues: dict[str, list[str]] = {"running": [], "swapped": [], "waiting": []}
+        self.home: dict[str, str] = {}  # the queue of each group
+        self.members: dict[str, None] = {}  # of the scheduler's books
+        self.left: dict[str, str] = {}  # who left them last, and what they became
+        self.owed: bool = header["owed"]
+        self.arrivals: int = header["arrivals"]
+        self.blocks = Blocks(*header["counts"])
+        self.work = 0
+        self.works: dict[str, int] = {}
+        self.pools = (_Pool(self.config.num_gpu_blocks), _Pool(self.config.num_cpu_blocks))
+        self.counted: dict[str, tuple[int, tuple[tuple[int, ...], ...]]] = {}  # device and tables as counted
+        self.shadow = Shadow(self.config.block_size, self.config.num_gpu_blocks, self.config.num_cpu_blocks)
+        self.verified: dict[str, list[int]] = {}  # positions of each branch whose contents are known to be right
+        self.doubts: list[_Wrong] = []
+        self.marked: set[str] = set()  # groups that carry tokens or a status out of the ordinary
+        if self.blocks != (self.config.num_gpu_blocks, self.config.num_cpu_blocks):
+            raise _Wrong("the free blocks of an idle scheduler are not all blocks", BY_ID["B1"])
+
+    def state(self, calm: int = 0) -> State:
+        """The state as laws see it, without the last `calm` groups of waiting and their names."""
+        groups = self.groups
+        running, swapped, waiting = self.queues.values()
+        names: Iterable[str] = self.members
+        if calm and len(self.members) == len(running) + len(swapped) + len(waiting):
+            waiting = waiting[:-calm]
+            names = [name for queue in (running, swapped, waiting) for name in queue if name in self.members]
+        return State(
+            self.config,
+            tuple([groups[name] for name in running]),
+            tuple([groups[name] for name in swapped]),
+            tuple([groups[name] for name in waiting]),
+            tuple(names),
+            self.blocks,
+            self.owed,
+        )
+
+    def calm(self, line: dict[str, Any]) -> int:
+        """How many groups at the end of waiting need not be looked at in this line.
+
+        No part of it moves or changes them, and all laws on them were checked when they came: each law is about single
+        groups, neighbours or sums.  One more is looked at, the neighbour of those that do change.
+        """
+        waiting = self.queues["waiting"]
+        length = calm = len(waiting)
+        for part in ("before", "mid", "after"):
+            change = line.get(part)
+            if change is not None and "waiting" in change:
+                at, removed, inserted = change["waiting"]
+                calm = min(calm, length - at - removed)
+                length += len(inserted) - removed
+        if calm <= 1:
+            return 0
+        first = self.groups[waiting[-calm]].arrival
+        for part in ("before", "mid", "after"):
+            for name in line.get(part, {}).get("groups", ()):
+                if name in self.groups and self.home.get(name) == "waiting" and self.groups[name].arrival >= first:
+                    return 0
+        return calm - 1
+
+    def apply(self, change: dict[str, Any], given: dict[str, int]) -> set[str]:
+        """Take over what a line says has changed; the names of the groups that are not as they were."""
+        moved: set[str] = set()
+        home = self.home
+        parts: list[tuple[str, Any]] = [(name, change[name]) for name in self.queues if name in change]
+        for name, (at, removed, _) in parts:
+            queue = self.queues[name]
+            if not 0 <= at <= at + removed <= len(queue):
+                raise _Wrong(f"{name} has {len(queue)} groups; {removed} cannot be taken out at {at}")
+            for out in queue[at : at + removed]:
+                home[out] = ""
+                moved.add(out)
+        for name, (at, removed, inserted) in parts:
+            self.queues[name][at : at + removed] = inserted
+            for came in inserted:
+                home[came] = name
+            moved.update(inserted)
+        stated = change.get("groups", {})
+        tokens = given.get
+        for name in self.marked | stated.keys() | given.keys() | moved:
+            self._change(name, stated.get(name), tokens(name, 0))
+        self.marked = set(given)
+        for name, one in stated.items():
+            if "tokens" in one or "status" in one:
+                self.marked.add(name)
+        touched = moved.union(stated)
+        self.left = dict(change.get("left", ()))
+        for name in self.left:
+            del self.members[name]
+            touched.add(name)
+        for name in change.get("joined", ()):
+            if name in self.members or name not in self.groups:
+                raise _Wrong(f"{name} cannot be new")
+            self.members[name] = None
+        self._recount(touched, change.get("refs", ((), ())))
+        for name in self.left.keys() - self.members.keys():
+            self.groups.pop(name, None)
+            self.home.pop(name, None)
+            self.work -= self.works.pop(name, 0)
+        self._compare(change)
+        return touched
+
+    def _change(self, name: str, stated: dict[str, Any] | None, tokens: int) -> None:
+        """Put a group's stated values in place of the old ones; tokens and status follow from the rest by default."""
+        old = self.groups.get(name)
+        status = _STATUS[self.home.get(name) or "finish"]
+        if old is not None and (stated is None or len(stated) == ("known" in stated)):  # by far the most frequent
+            known = stated["known"] if stated else old.known
+            self.groups[name] = new = Group._make((*old[:8], known, *old[9:13], tokens, *old[14:16], status))
+        else:
+            values = {key: value for key, value in (stated or {}).items() if key != "table"}
+            values["status"] = _STATUS[values["status"]] if "status" in values else status
+            values.setdefault("tokens", tokens)
+            if "branches" in values:
+                values["branches"] = tuple(values["branches"])
+            if "tables" in values:
+                values["tables"] = tuple(map(tuple, values["tables"]))
+            elif stated and "table" in stated:
+                tables = list(old.tables) if old is not None else []
+                for branch, kept, rest in stated["table"]:
+                    if not 0 <= branch < len(tables) or not 0 <= kept <= len(tables[branch]):
+                        raise _Wrong(f"{name}: branch {branch} has no {kept} blocks to keep")
+                    tables[branch] = (*tables[branch][:kept], *rest)
+                values["tables"] = tuple(tables)
+            fresh = old is None or "arrival" in values
+            self.groups[name] = new = Group(request_id=name, **values) if fresh else old._replace(**values)  # type: ignore[union-attr]
+        if stated:
+            work = remaining_work(new)
+            self.work += work - self.works.get(name, 0)
+            self.works[name] = work
+
+    def _recount(self, touched: set[str], stated: Sequence[Sequence[int]]) -> None:
+        """Count the references of these groups again: first what they no longer name, then what they do.
+
+        stated: for each device block, references, block, references, ... of all blocks of which that changes.
+        """
+        blocks: tuple[set[int], set[int]] = set(), set()
+        now: list[tuple[str, int, tuple[tuple[int, ...], ...]]] = []
+        for name in touched:
+            device = _DEVICE.get(self.home.get(name, ""), -1) if name in self.groups else -1
+            tables = self.groups[name].tables if device >= 0 else ()
+            before, old = self.counted.get(name, (-1, ()))
+            if (before, old) == (device, tables):
+                continue
+            if before == device and len(old) == len(tables):
+                for a, b in zip(old, tables, strict=True):
+                    if a != b:
+                        kept = _common(a, b)
+                        blocks[device].update(a[kept:], b[kept:])
+            else:
+                for place, parts in ((before, old), (device, tables)):
+                    if place >= 0:
+                        blocks[place].update(*parts)
+            if before >= 0:
+                self.pools[before].drop(old)
+                del self.counted[name]
+            if device >= 0:
+                now.append((name, device, tables))
+                self._unverify(name, old if before == device else (), tables)
+            else:
+                self.verified.pop(name, None)
+        for name, device, tables in now:
+            self.pools[device].name(tables, name)
+            self.counted[name] = device, tables
+        for pool, pairs, those in zip(self.pools, stated, blocks, strict=True):
+            if list(pairs[::2]) != sorted(those):
+                self._doubt("the blocks whose references are stated are not those that the tables touch", "B3")
+            for block, refs in zip(pairs[::2], pairs[1::2], strict=True):
+                if pool.refs[block] != refs:
+                    self._doubt(f"block {block} has {refs} references and {pool.refs[block]} table entries", "B3")
+
+    def _unverify(self, name: str, old: tuple[tuple[int, ...], ...], new: tuple[tuple[int, ...], ...]) -> None:
+        """Contents are known only as far as the tables are what they were."""
+        size = self.config.block_size
+        known = self.verified.get(name, [])
+        fresh = []
+        for branch, table in enumerate(new):
+            was = old[branch] if branch < len(old) else ()
+            done = known[branch] if branch < len(known) and was else 0
+            if was is not table:
+                done = min(done, _common(was, table) * size)
+            fresh.append(done)
+        self.verified[name] = fresh
+
+    def _compare(self, change: dict[str, Any]) -> None:
+        """The counters that the line states beside what changed."""
+        self.owed = change.get("owed", self.owed)
+        gpu, cpu, members, work = change["counts"]
+        self.blocks = Blocks(gpu, cpu)
+        for pool, free in zip(self.pools, self.blocks, strict=True):
+            if len(pool.refs) - pool.used != free:
+                self._doubt(f"{free} blocks are free and {pool.used} of {len(pool.refs)} named", "B1")
+        if members != len(self.members):
+            self._doubt(f"{members} groups are counted, {len(self.members)} known")
+        if work != self.work:
+            self._doubt(f"the remaining work is stated as {work}, the groups' add up to {self.work}")
+
+    def _doubt(self, text: str, law: str = "") -> None:
+        """A counter that is not what the rest adds up to: told after the laws, which say more where one is broken."""
+        self.doubts.append(_Wrong(text, *([BY_ID[law]] if law else [])))
+
+    def recount(self) -> None:
+        """References of all tables, counted from nothing."""
+        for device, queue in enumerate(("running", "swapped")):
+            refs = [0] * len(self.pools[device].refs)
+            for name in self.queues[queue]:
+                for table in self.groups[name].tables:
+                    for block in table:
+                        refs[block] += 1
+            if refs != self.pools[device].refs:
+                raise _Wrong("the references do not add up to the tables", BY_ID["B3"])
+
+    # contents
+
+    def write(self, plan: _Plan) -> None:
+        """Carry a plan out on the names of tokens."""
+        self.shadow.execute(plan)
+        for row in plan.scheduled:
+            known = self.verified[row.group.request_id]
+            for branch, done in enumerate(known):  # all, since full prompt blocks are shared
+                if done > row.start:
+                    known[branch] = row.start
+
+    def contents(self, names: Iterable[str]) -> None:
+        """Every computed position of these groups' tables holds its own token (B7)."""
+        size = self.config.block_size
+        for name in names:
+            device, _ = self.counted.get(name, (-1, ()))
+            if device < 0:
+                continue
+            g, known = self.groups[name], self.verified[name]
+            pool = self.shadow.cpu if device else self.shadow.gpu
+            prompt = (g.arrival + 1) * _GROUP
+            for branch, done in computed(g):
+                table, own = g.tables[branch], prompt + (branch + 1) * _BRANCH
+                for at in range(known[branch], done):
+                    if pool[table[at // size] * size + at % size] != at + (prompt if at < g.prompt_len else own):
+                        raise _Wrong(f"{name}, branch {branch}: position {at} holds another token", BY_ID["B7"])
+                known[branch] = done
+
+
+class Auditor:
+    """Reads a trace line by line; `line` returns what is wrong with one, and nothing may be read after that."""
+
+    def __init__(self) -> None:
+        self.seen = Audit()
+        self.books: _Books | None = None
+        self.digest = ""
+        self.step = 0
+        self.ended = False
+        self.deadlines: dict[str, int] = {}  # L3: the step before which each group leaves; none after a failed step
+        self.bounds: dict[str, int] = {}
+
+    def line(self, text: str) -> list[Finding]:
+        """What is wrong with the next line."""
+        self.seen.lines = number = self.seen.lines + 1
+        if self.ended:
+            return [Finding(number, None, "there is a line after the trailer")]
+        if not text.endswith('"}\n') or len(text) <= _SUFFIX:
+            return [Finding(number, None, "the line is cut off: the trace ends in the middle of it")]
+        body, stated = text[:-_SUFFIX] + "}", text[-35:-3]
+        digest = blake2b((self.digest + body).encode(), digest_size=16).hexdigest()
+        findings = []
+        if digest != stated or text[-_SUFFIX:-35] != _KEY:
+            findings.append(
+                Finding(
+                    number, None, "the digest is not that of this line after the one before: changed or out of place"
+                )
+            )
+        self.digest = digest
+        try:
+            self._read(json.loads(body))
+        except _Wrong as wrong:
+            findings += [Finding(number, law, wrong.text) for law in wrong.laws or (None,)]
+        except Exception as error:
+            findings.append(Finding(number, None, f"the line makes no sense here: {type(error).__name__}: {error}"))
+        return findings
+
+    def end(self) -> list[Finding]:
+        """What is wrong with the end of the file."""
+        if self.ended:
+            return []
+        number = self.seen.lines
+        return [Finding(number, None, f"the trace is cut off after line {number}: the trailer is missing")]
+
+    def _read(self, line: dict[str, Any]) -> None:
+        if self.books is None:
+            self._header(line)
+        elif "end" in line:
+            self._trailer(line)
+        elif line.get("step") != self.step:
+            raise _Wrong(f"step {line.get('step')} follows step {self.step - 1}: lines are missing, double or moved")
+        else:
+            self._step(line, self.books)
+            self.step += 1
+            self.seen.steps += 1
+
+    def _header(self, line: dict[str, Any]) -> None:
+        if line.get("trace") != "lawful":
+            raise _Wrong("this is not the header of a trace")
+        if line["format"] != FORMAT:
+            raise _Wrong(f"the format is {line['format']}; this audit reads {FORMAT}")
+        self.books = _Books(line)
+        self.step = line["steps"]
+
+    def _trailer(self, line: dict[str, Any]) -> None:
+        assert self.books is not None
+        self._events(line, self.books)
+        stated, have = line["end"], {"lines": self.seen.lines, "steps": self.seen.steps}
+        if stated != have:
+            raise _Wrong(f"the trailer states {stated}; read were {have}")
+        self.books.recount()
+        self.ended = True
+
+    # one step
+
+    def _step(self, line: dict[str, Any], books: _Books) -> None:
+        calm = books.calm(line)
+        events = self._events(line, books)
+        if "raised" in line and "run" not in line:
+            raise _Wrong(f"schedule raised {line['raised']}", BY_ID["S8"])
+        before = books.state(calm)
+        log = _log(line.get("log", ()))
+        given: dict[str, int] = dict(line["run"])
+        touched = books.apply(line["mid"], given)
+        mid = books.state(calm)
+        prefills, decodes = line["computes"]
+        out, back, copies = ([(a, b) for a, b in line.get(name, ())] for name in ("out", "in", "copy"))
+        groups = [(books.groups[name], tokens) for name, tokens in line["run"]]
+        rows = [_row(row, books) for row in line["rows"]]
+        plan = _Plan(events + log, groups, rows, out, back, copies, prefills, decodes)
+        self.seen.tokens += prefills + decodes
+        try:
+            step = views.observe(before, plan, mid)
+        except KeyError as error:
+            raise _Wrong(f"the plan names {error}, which was in no queue", BY_ID["S19"]) from None
+        _obey(
+            plain.check_step(step) + plain.check_mid(step) + plain.check_state_in_mid(mid) + plain.check_ids_step(step),
+            books,
+        )
+        _account_for_schedule(step, log, touched)
+        books.write(plan)
+        if "outcome" not in line:
+            if "raised" in line:
+                raise _Wrong(f"what came of the step raised {line['raised']}", BY_ID["S8"])
+            return  # the trace was closed in the midst of a step
+        logged = _log(line.get("logged", ()))
+        plan.log += logged
+        changed = books.apply(line["after"], {})
+        after = books.state(calm)
+        turn = views.conclude(step, after)
+        failed = line["outcome"] == "fail"
+        broken = plain.check_state(after) + _tables(after, changed | touched | given.keys())
+        if failed:
+            broken += [] if nothing_lost(turn) else [BY_ID["N1"]]
+        elif line["outcome"] == "update":
+            broken += plain.check_round(turn)
+        else:
+            raise _Wrong(f"the outcome is {line['outcome']!r}")
+        _obey(broken, books)
+        self._arrivals(logged, books, changed, self.step + 1)
+        _account_for_outcome(turn, logged, changed, failed, books.left)
+        if not failed:
+            books.contents(changed | touched | given.keys())
+        self._in_time(after, turn.departed, failed)
+        for entry in plan.log:
+            self.seen.verbs[entry.verb] += 1
+        self.seen.failed_steps += failed
+        if self.seen.lines % _FULL_RECOUNT == 0:
+            books.recount()
+
+    def _events(self, line: dict[str, Any], books: _Books) -> list[_Entry]:
+        """Arrivals and aborts since the step before: they and nothing else change the state."""
+        if "events" not in line:
+            if "before" in line:
+                raise _Wrong("something changed between two steps without a word in the log")
+            return []
+        events = _log(line["events"])
+        before = books.state()
+        was = dict(books.groups)
+        books.apply(line["before"], {})
+        after = books.state()
+        _obey(plain.check_state(after) + _tables(after, set(after.groups) - set(before.groups)), books)
+        expected = dict.fromkeys(before.groups)
+        new: set[str] = set()
+        for verb, name, blocks, detail in events:
+            if verb == "add" and name not in expected:
+                expected[name] = None
+                new.add(name)
+                held = 0
+            elif verb == "abort" and name in expected:
+                del expected[name]
+                if name not in new and books.left.get(name) != verb:
+                    raise _Wrong(f"{name} left by {verb} in the log and by {books.left.get(name)} in its status")
+                held = 0 if name in new else was[name].held
+                new.discard(name)
+            else:
+                raise _Wrong(f"{verb} {name} cannot happen between two steps")
+            if blocks != held or detail:
+                raise _Wrong(f"{verb} {name} states {blocks} blocks; they were {held}")
+        if list(expected) != list(after.groups):
+            raise _Wrong("the groups are not those that the log leaves", BY_ID["N1"])
+        for old, queue in ((before.running, after.running), (before.swapped, after.swapped)):
+            if [g for g in old if g.request_id in expected and g.request_id not in new] != list(queue):
+                raise _Wrong("an arrival or abort moved or changed another group")
+        kept = [g for g in before.waiting if g.request_id in expected and g.request_id not in new]
+        if kept != list(after.waiting[: len(kept)]):
+            raise _Wrong("an arrival or abort moved or changed another group")
+        if self.owed_changed(before, after):
+            raise _Wrong("an arrival or abort changed whose turn it is")
+        self._arrivals(events, books, new, self.step)
+        for verb, _, _, _ in events:
+            self.seen.verbs[verb] += 1
+        return events
+
+    @staticmethod
+    def owed_changed(before: State, after: State) -> bool:
+        return bool(before.decodes_owed != after.decodes_owed)
+
+    def _arrivals(self, log: list[_Entry], books: _Books, new: set[str], first_step: int) -> None:
+        """Arrivals are numbered without gap; each starts its clock."""
+        last = {name: i for i, (verb, name, _, _) in enumerate(log) if verb == "add"}
+        for i, (verb, name, _, _) in enumerate(log):
+            if verb != "add":
+                if verb in LEAVING:
+                    self.bounds.pop(name, None)
+                    self.deadlines.pop(name, None)
+                continue
+            number, books.arrivals = books.arrivals, books.arrivals + 1
+            self.seen.groups += 1
+            g = books.groups.get(name)
+            if g is None or name not in new or last[name] != i:
+                continue  # gone again already
+            if g.arrival != number or g.branches != (0,):
+                raise _Wrong(f"{name} is arrival {number}, not {g.arrival}, and begins as branch 0")
+            self.bounds[name] = steps_bound(g, [], books.config.enable_chunked_prefill)
+            self.deadlines[name] = first_step + sum(self.bounds.values())
+
+    def _in_time(self, after: State, departed: frozenset[str], failed: bool) -> None:
+        """L3: whoever is the most senior has not outstayed its bound; a failed step starts all clocks anew."""
+        if failed:
+            self.deadlines.clear()
+        for queue in (after.running, after.swapped, after.waiting):
+            if queue:
+                name = queue[0].request_id
+                if self.step + 1 >= self.deadlines.get(name, self.step + 2):
+                    raise _Wrong(f"{name} should have left before step {self.deadlines[name]}", BY_ID["L3"])
+                return
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many blocks two tables have in common from the start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _log(entries: Iterable[Sequence[Any]]) -> list[_Entry]:
+    return [_Entry(*entry) for entry in entries]
+
+
+def _row(stated: list[Any], books: _Books) -> _Row:
+    name, branch, start, end, runs, draws, *table = stated
+    g = books.groups[name]
+    if len(runs) == 2 and runs[1] == 1:
+        slots = [runs[0]]
+    else:
+        slots = [
+            slot for first, count in zip(runs[::2], runs[1::2], strict=True) for slot in range(first, first + count)
+        ]
+    if branch < 0:
+        raise IndexError(branch)
+    return _Row(g, branch, start, end, table[0] if table else g.tables[branch], slots, tuple(draws))
+
+
+def _obey(broken: list[Law], books: _Books) -> None:
+    """Stop at laws broken, and then at counters that do not add up."""
+    if broken:
+        raise _Wrong("", *broken)
+    if books.doubts:
+        raise books.doubts[0]
+
+
+_tables_cover = plain.checker((BY_ID["B4t"],))
+
+
+def _tables(s: State, names: set[str]) -> list[Law]:
+    """B4t of the groups that may have changed: it is about each group alone."""
+    return _tables_cover(
+        s._replace(
+            running=tuple([g for g in s.running if g.request_id in names]),
+            swapped=tuple([g for g in s.swapped if g.request_id in names]),
+            waiting=tuple([g for g in s.waiting if g.request_id in names]),
+        )
+    )
+
+
+# the log accounts for everything
+
+_MOVES: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
+    ("waiting", "running"): (("admit",),),
+    ("swapped", "running"): (("swap_in",),),
+    ("running", "swapped"): (("preempt swap", "swap_out"),),
+    ("running", "waiting"): (("preempt recompute",), ("preempt swap", "swap_out", "demote")),
+    ("swapped", "waiting"): (("demote",),),
+    ("running", "running"): ((), ("grow",)),
+    ("swapped", "swapped"): ((),),
+    ("waiting", "waiting"): ((),),
+}
+_TAKES = frozenset(("admit", "swap_in", "grow"))
+
+
+def _homes(s: State) -> Iterator[tuple[str, str]]:
+    for queue in ("running", "swapped", "waiting"):
+        for g in getattr(s, queue):
+            yield g.request_id, queue
+
+
+def _account_for_schedule(step: views.Step, log: list[_Entry], touched: set[str]) -> None:
+    """Each group changed queue and blocks exactly as the log says, in the order of the policy."""
+    verbs: dict[str, list[_Entry]] = {name: [] for name in touched}
+    for entry in log:
+        if entry.verb not in STEP_VERBS:
+            raise _Wrong(f"{entry.verb} is no action of a step")
+        verbs.setdefault(entry.request_id, []).append(entry)
+    if verbs:
+        old, new = dict(_homes(step.before)), dict(_homes(step.mid))
+        for name, own in verbs.items():
+            move = old[name], new[name]
+            told = tuple(f"{one.verb} {one.detail}".rstrip() for one in own)
+            if told not in _MOVES[move]:
+                raise _Wrong(f"{name} went from {move[0]} to {move[1]} with {', '.join(told) or 'no word'} in the log")
+            was, now = step.was[name], step.now[name]
+            out = 0
+            for entry in own:
+                if entry.verb in ("admit", "swap_in"):
+                    right = now.held
+                elif entry.verb == "grow":
+                    right = now.held - was.held
+                elif entry.verb == "preempt":
+                    right = was.held
+                elif entry.verb == "swap_out":
+                    right = out = now.held if move[1] == "swapped" else own[-1].blocks
+                else:
+                    right = was.held if move[0] == "swapped" else out
+                if entry.blocks != right:
+                    raise _Wrong(f"{entry.verb} {name} states {entry.blocks} blocks; they were {right}")
+            if not own and (was.held != now.held or was.tables != now.tables or was.tail_shared != now.tail_shared):
+                raise _Wrong(f"{name} changed its blocks with no word in the log")
+    order = {name: rank for rank, name in enumerate(step.given)}
+    takers = [order.get(entry.request_id, -1) for entry in log if entry.verb in _TAKES]
+    losers = [step.was[entry.request_id].arrival for entry in log if entry.verb == "preempt"]
+    if takers != sorted(takers) or losers != sorted(losers, reverse=True):
+        raise _Wrong("the log's order is not that of the step")
+    if step.plan.groups and not step.config.enable_chunked_prefill:
+        left_out = any(g.request_id not in served_ids(step) and is_decode(g) for g in step.mid.running)
+    else:
+        left_out = False
+    if step.mid.decodes_owed is not left_out:
+        raise _Wrong("decodes are owed a step exactly when this one left them out", BY_ID["S17"])
+
+
+def _account_for_outcome(
+    turn: views.Round, log: list[_Entry], changed: set[str], failed: bool, left: dict[str, str]
+) -> None:
+    """Forks, finished branches and departures are in the log, with the blocks they had; and nothing else is."""
+    step, after = turn.step, turn.after
+    new = {g.request_id: g for g in (*after.running, *after.swapped, *after.waiting)}
+    verbs: dict[str, list[_Entry]] = {name: [] for name in changed}
+    for entry in log:
+        verbs.setdefault(entry.request_id, []).append(entry)
+    for name, own in verbs.items():
+        was, now = step.now.get(name), new.get(name)
+        expected: list[_Entry] = []
+        begun = next((i for i, entry in enumerate(own) if entry.verb == "add"), None)
+        if was is None or (begun is not None and begun > 0):
+            told = [entry.verb for entry in own]
+            if begun is None or told[begun:] != (["add"] if now else ["add", "abort"]):
+                raise _Wrong(f"{name} is not accounted for: {', '.join(told)}")
+            if was is None:
+                continue
+            own, now = own[:begun], None
+        if failed and now is not None:
+            if was.held:
+                swapped = was.status.value == "swapped"
+                expected = [_Entry("demote", name, was.held) if swapped else
+                            _Entry("preempt", name, was.held, "recompute")]  # fmt: skip
+        elif now is None:
+            last = own[-1] if own else _Entry("", name)
+            if last.verb not in LEAVING:
+                raise _Wrong(f"{name} left with no word in the log")
+            if last.verb != left.get(name):
+                raise _Wrong(f"{name} left by {last.verb} in the log and by {left.get(name)} in its status")
+            sampled = last.verb == "finish"
+            if sampled and was.deficit != step.given.get(name, 0):
+                raise _Wrong(f"{name} finished though it drew nothing", BY_ID["S12"])
+            forked = sampled and not was.forked and was.n > 1
+            forked = forked or (last.verb == "abort" and len(own) > 1)
+            expected = [_Entry("fork", name, 0, str(was.n))] if forked else []
+            expected.append(_Entry(last.verb, name, was.held))
+        else:
+            if now.forked and not was.forked and now.n > 1:
+                expected.append(_Entry("fork", name, 0, str(now.n)))
+            branches = was.branches if was.forked else range(was.n) if now.forked else was.branches
+            expected += [
+                _Entry("finish_branch", name, 0, str(branch)) for branch in branches if branch not in now.branches
+            ]
+        if own != expected:
+            said, right = (", ".join(f"{e.verb} [{e.blocks}] {e.detail}".rstrip() for e in one) or "nothing"
+                           for one in (own, expected))  # fmt: skip
+            raise _Wrong(f"of {name} the log says {said}; what happened is {right}")
+
+
+def audit(path: str | Path) -> Audit:
+    """Read a trace to its end, or to the first line at which something is wrong.
+
+    Raises OSError, or UnicodeDecodeError when it is not text.
+    """
+    auditor = Auditor()
+    begun = time.perf_counter()
+    with open(path, encoding="utf-8", newline="\n") as lines:
+        for text in lines:
+            auditor.seen.findings = auditor.line(text)
+            if auditor.seen.findings:
+                break
+        else:
+            auditor.seen.findings = auditor.end()
+    auditor.seen.seconds = time.perf_counter() - begun
+    return auditor.seen
