@@ -1,4 +1,4 @@
-"""The command `lawful`: generate, chat, serve, top, bench, demo.
+"""The command `lawful`: generate, chat, serve, top, bench, demo, check, audit, replay.
 
 Everything heavy is imported inside the command that needs it, so that --help and --version answer at once.
 """
@@ -98,6 +98,14 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
     demo.add_argument("--n", type=int, default=2, help="answers to each prompt")
     add_engine_args(demo, num_gpu_blocks_override=56, num_cpu_blocks_override=24, max_model_len=512)
+
+    check = command("check", _check, "Prove the laws of the scheduler, or of your own policy, at small scope.")
+    check.add_argument(
+        "--policy",
+        metavar="MODULE:CLASS",
+        help="a scheduler class, as module:Class or path.py:Class (docs/policies.md)",
+    )
+    check.add_argument("--json", action="store_true", help="print one JSON line")
 
     audit = command("audit", _audit, "Check every line of a recorded trace against the laws (see --record-trace).")
     audit.add_argument("trace", metavar="TRACE", help="the file that --record-trace or record_trace= wrote")
@@ -306,6 +314,12 @@ def _demo(args: argparse.Namespace) -> int:
     from engine.demo import demo
 
     return demo(engine_args(args), args.num_prompts, args.n, args.max_tokens, progress=not args.quiet)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from engine.check import run
+
+    return run(args.policy, args.json, progress=not args.quiet)
 
 
 def _audit(args: argparse.Namespace) -> int:

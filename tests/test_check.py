@@ -1,0 +1,92 @@
+"""`lawful check`: the production scheduler keeps every law, the example policies are refuted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.check import load_policy
+from engine.cli import main
+from engine.scheduler import Scheduler, SchedulerConfig, SequenceGroup
+from spec.check.worlds import SKETCHES
+from spec.laws import LAWS
+
+
+def checked(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
+    status = main(["check", "--json", *argv])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_the_production_scheduler_keeps_every_law(capsys: pytest.CaptureFixture[str]) -> None:
+    status, seen = checked(capsys)
+    assert status == 0
+    assert {line["id"] for line in seen["laws"]} == {law.id for law in LAWS}
+    assert {line["id"] for line in seen["laws"] if line["verdict"] != "holds"} == {"E1"}
+    assert seen["refinement"] == "holds"
+    assert seen["plans_replayed"] > 10_000
+    assert seen["worlds"].keys() == SKETCHES.keys()
+    assert 0 < seen["longest_wait"]["steps"] <= seen["longest_wait"]["bound"]
+    assert not seen["counterexamples"]
+
+
+def test_the_old_rule_is_refuted(capsys: pytest.CaptureFixture[str]) -> None:
+    """By admission while swapped (S1), the order it spoils (Q2) and the full swap area (S8), each with its run."""
+    status, seen = checked(capsys, "--policy", "examples.policies.old_rule:OldRule")
+    assert status == 1
+    assert {"S1", "Q2", "S8"} <= seen["counterexamples"].keys()
+    shown = seen["counterexamples"]["S8"]
+    assert "Aborted due to the lack of CPU swap space" in shown
+    (marked,) = [line for line in shown.splitlines() if line.startswith(">>")]
+    assert "step 4" in marked
+
+
+def test_the_pull_requests_rule_is_refuted(capsys: pytest.CaptureFixture[str]) -> None:
+    """It keeps S1 and Q2, and yet aborts for lack of swap (S8), or hangs for ever (S18) behind half a prompt."""
+    status, seen = checked(capsys, "--policy", "examples/policies/pull_request.py:PullRequest")
+    assert status == 1
+    assert not {"S1", "Q2"} & seen["counterexamples"].keys()
+    assert {"S8", "S18", "L1"} <= seen["counterexamples"].keys()
+    assert "run nobody" in seen["counterexamples"]["S18"]
+
+
+def test_the_table_and_the_runs_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "mine.py"
+    policy.write_text(
+        "from engine.scheduler import Scheduler\n\nclass Idle(Scheduler):\n    def _admit(self, step):\n        pass\n"
+    )
+    assert main(["check", "-q", "--policy", f"{policy}:Idle"]) == 1
+    out = capsys.readouterr().out
+    assert "mine:Idle: the laws at small scope" in out
+    assert "S18 is broken in the world" in out
+    assert ">> step 1" in out
+    assert "laws are broken: " in out
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "must be module:Class"),
+        ("no.such.module:Class", "cannot be imported"),
+        ("no-such-file.py:Class", "cannot be imported"),
+        ("examples.policies.old_rule:Other", "has no class 'Other'"),
+        ("json:JSONDecoder", "is no scheduler: it has no method add()"),
+    ],
+)
+def test_what_is_no_policy_is_explained(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--policy", name]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_every_world_accepts_its_whole_menu() -> None:
+    for sketch in SKETCHES.values():
+        s = Scheduler(sketch.world(SchedulerConfig).config)
+        for i, (p, n, m) in enumerate(sketch.menu):
+            s.add(SequenceGroup(str(i), p, n, m))
+
+
+def test_the_examples_are_schedulers() -> None:
+    assert issubclass(load_policy("examples.policies.old_rule:OldRule"), Scheduler)
+    assert issubclass(load_policy("examples/policies/pull_request.py:PullRequest"), Scheduler)
