@@ -1,6 +1,7 @@
 # setup  install everything into .venv (Python 3.11 or later), the embedded model included
 # run    real answers from the embedded model, under memory pressure
 # test   behaviour tests and the quick proofs        proofs  the list of theorems
+# mutants  plant every small change of the scheduler, one by one; goes on where it was interrupted
 # lint   ruff and mypy                               bench   scheduler step and engine throughput
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.lawful-setup
 JOBS ?= auto
 
-.PHONY: setup run test proofs lint bench clean
+.PHONY: setup run test proofs mutants lint bench clean
 
 setup: $(STAMP)
 
@@ -27,6 +28,10 @@ test: setup
 
 proofs: setup
 	$(BIN)/python -m pytest -n $(JOBS) -v proofs
+
+mutants: setup
+	$(BIN)/python -m proofs.mutate
+	$(BIN)/python -m proofs.mutate --report
 
 lint: setup
 	$(BIN)/ruff check .

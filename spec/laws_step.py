@@ -318,13 +318,14 @@ def watermark_kept(t: Step) -> Bool:
 
 @law("S17", Kind.STEP, origin="a stream waits for newcomers one step at most")
 def decodes_owed_are_run(t: Step) -> Bool:
-    """prefill-first: a step that leaves decodes out is followed by one that runs every decode"""
+    """prefill-first: a step that leaves decodes out, and no other, is followed by one that runs every decode"""
     if chunked(t):
         return True
     served = served_ids(t)
     skipped = some(conj(is_decode(g), g.request_id not in served) for g in t.mid.running)
     return conj(
         implies(skipped, t.mid.decodes_owed),
+        implies(t.mid.decodes_owed, skipped),
         implies(_decodes_turn(t), neg(skipped)),
     )
 
