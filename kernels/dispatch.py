@@ -8,6 +8,7 @@ Where Triton is not installed the references serve alone, and asking for Triton 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ else:
 
 __all__ = [
     "HAS_TRITON",
+    "architecture",
     "choose",
     "matrix_type",
     "next_power_of_2",
@@ -93,6 +95,15 @@ def matrix_type(kernel: Any, dtype: torch.dtype) -> Any:
     if dtype == torch.bfloat16 and not interpreted:
         return tl.bfloat16
     return tl.float16 if dtype == torch.float16 else tl.float32
+
+
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """90 for a device of compute capability 9.0; 90 for the interpreter too."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def refuse_unless(condition: bool, message: Callable[[], str]) -> None:

@@ -92,7 +92,7 @@ def paged_decode_kernel(
     DIRECT: no context has more than one partition, and the result is written at once; else as a partial result.
     """
     i = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1) // HEAD_TILES
+    kv_head = (tl.program_id(1) // HEAD_TILES).to(tl.int64)
     partition = tl.program_id(2)
     row = tl.load(decode_rows + i).to(tl.int64)
     end = tl.load(ends + row).to(tl.int64)
@@ -184,16 +184,16 @@ class DecodeSizes(NamedTuple):
 
 
 def decode_sizes(group: int, dim: int, itemsize: int) -> DecodeSizes:
-    """Query heads fill a matrix instruction's 16 rows at least; a tile of keys is about 16 KB.
+    """Query heads fill a matrix instruction's 16 rows at least; a tile of keys, and one of values, is about 16 KB.
 
-    Three stages of keys and values are then 96 KB of shared memory: two programs share a multiprocessor, and 64 KB of
-    loads are in flight for each of its 132 neighbours, which is what the memory's latency asks for.
+    A key's address comes out of the table, so two of the five stages go to that load and two tiles of each are in
+    flight: 64 KB of shared memory, three programs to a multiprocessor, twice what the memory's latency asks for.
     """
     padded = max(16, next_power_of_2(dim))
     heads = min(64, max(16, next_power_of_2(group)))
-    if itemsize == 4:  # no matrix instruction takes these in full: smaller, or registers run out
-        return DecodeSizes(min(heads, 16), max(16, min(32, 2048 // padded)), 4, 2)
-    return DecodeSizes(heads, max(16, min(64, 8192 // padded)), 4, 3)
+    if itemsize == 4:  # no matrix instruction takes these in full: sums lie in plain registers, so more threads
+        return DecodeSizes(16, max(16, min(32, 4096 // padded)), 8, 2)
+    return DecodeSizes(heads, max(16, min(64, 8192 // padded)), 4, 5)
 
 
 def launch_paged_decode(

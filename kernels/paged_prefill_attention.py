@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.dispatch import matrix_type, next_power_of_2, refuse_unless, tl, triton
+from kernels.dispatch import architecture, matrix_type, next_power_of_2, refuse_unless, tl, triton
 from kernels.paged_rows import PagedRows
 
 LOG2_E = 1.4426950408889634  # exp2 is one instruction, exp is two: the scale takes the factor in
@@ -52,7 +52,7 @@ def paged_prefill_kernel(
 ):
     """A program makes TOKENS tokens of one row, for HEADS of the heads that share a key head."""
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1) // HEAD_TILES
+    kv_head = (tl.program_id(1) // HEAD_TILES).to(tl.int64)
     row = tl.load(tile_rows + tile).to(tl.int64)
     at = tl.load(tile_firsts + tile).to(tl.int64)
     start = tl.load(starts + row).to(tl.int64)
@@ -116,18 +116,19 @@ class PrefillSizes(NamedTuple):
     num_stages: int
 
 
-def prefill_sizes(dim: int, itemsize: int) -> PrefillSizes:
-    """Two warpgroups of 64 rows each, the shape of Hopper's matrix instruction; keys and values in two stages or more.
+def prefill_sizes(dim: int, itemsize: int, architecture: int) -> PrefillSizes:
+    """Two warpgroups of 64 rows each, the shape of Hopper's matrix instruction, and 64 keys: no register spills.
 
-    At 128 x 64 and a head of 128 in half precision a program holds 32 KB of queries and 16 KB a stage and operand; a
-    head of 256 halves the rows, or the sums alone would fill the registers.
+    Heads of 128 in half precision: 32 KB of queries, and two tiles of keys and of values, 16 KB each, in flight (the
+    stages also count the load from the table that a key's address comes from).  A head of 256 halves rows and keys, or
+    the sums alone would fill the registers; so does Ampere, which holds matrix operands in registers too.
     """
     padded = max(16, next_power_of_2(dim))
-    if itemsize == 4:  # no matrix instruction takes these in full: smaller, or registers run out
-        return PrefillSizes(32 if padded <= 128 else 16, 32 if padded <= 64 else 16, 4, 2)
+    if itemsize == 4:  # no matrix instruction takes these in full: sums lie in plain registers
+        return PrefillSizes(32, 16, 8, 2) if padded <= 128 else PrefillSizes(16, 16, 4, 2)
     if padded > 128:
-        return PrefillSizes(128, 32, 8, 2)
-    return PrefillSizes(128, 64, 8, 3)
+        return PrefillSizes(64, 32, 8, 4)
+    return PrefillSizes(128, 64 if architecture >= 90 or padded < 128 else 32, 8, 5)
 
 
 def launch_paged_prefill_attention(
@@ -143,7 +144,7 @@ def launch_paged_prefill_attention(
     num_heads, dim = query.shape[1:]
     kv_heads = key_cache.shape[2]
     group = num_heads // kv_heads
-    sizes = prefill_sizes(dim, query.element_size())
+    sizes = prefill_sizes(dim, query.element_size(), architecture(query.device))
     heads = min(group, sizes.stacked)
     tokens = sizes.stacked // heads
     head_tiles = -(-group // heads)

@@ -52,7 +52,7 @@ def rotary_kernel(
 ):
     """A program turns some heads of one token, which share its angles."""
     token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE))[:, None]
+    head = (tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE))[:, None].to(tl.int64)
     i = tl.arange(0, HALF_PADDED)
     c = tl.load(cos + token * HALF + i, mask=i < HALF, other=0.0)[None, :]
     s = tl.load(sin + token * HALF + i, mask=i < HALF, other=0.0)[None, :]

@@ -144,8 +144,8 @@ def sample_kernel(
 
     low = order_of(tl.min(tl.full((LANES,), float("-inf"), tl.float32)))  # nothing is below it
     last = low  # the order of the least logit that stays
-    places = vocab.to(tl.int64)  # of those equal to it, how many stay
-    count = 0  # candidates in the list; 0: the row itself
+    places = tl.zeros((), tl.int64) + vocab  # of those equal to it, how many stay
+    count = tl.zeros((), tl.int64)  # candidates in the list; 0: the row itself
     if cut:
         # A floor: the wanted-th largest lane maximum, by bisection; at least that many tokens reach it.
         wanted = tl.where(k < vocab, k, NUCLEUS)
@@ -165,15 +165,15 @@ def sample_kernel(
             i = start + lane
             x = tl.load(row + i, mask=i < vocab, other=float("-inf"))
             good = (order_of(x) >= lo) & (i < vocab)
-            place = count + tl.cumsum(good.to(tl.int32)) - 1
-            fits = good & (place < CANDIDATES)
+            place = count + tl.cumsum(good.to(tl.int64)) - 1
+            fits = good & (place >= 0) & (place < CANDIDATES)
             tl.store(list_logits + r * CANDIDATES + place, x, mask=fits)
             tl.store(list_ids + r * CANDIDATES + place, i, mask=fits)
             if whole:
                 held = held + tl.where(good, tl.exp((x.to(tl.float64) - top) / heat), 0.0)
-            count = count + tl.sum(good.to(tl.int32))
+            count = count + tl.sum(good.to(tl.int64))
         if (count > CANDIDATES) | (whole & (tl.sum(held) < p * total)):
-            count = 0
+            count = count * 0
         tl.debug_barrier()  # the list was written by other threads of this program than those that read it
     use_list = count > 0
     size = tl.where(use_list, count, vocab)
@@ -240,8 +240,8 @@ def sample_kernel(
 
     # The race.  A reading of the row where nothing was cut, of the list otherwise.
     best = tl.full((), float("-inf"), tl.float64)
-    token = vocab.to(tl.int64) * 0
-    equal_before = vocab.to(tl.int64) * 0
+    token = tl.zeros((), tl.int64)
+    equal_before = tl.zeros((), tl.int64)
     for start in range(0, size, LANES):
         i = start + lane
         x = tl.load(list_logits + r * CANDIDATES + i, mask=use_list & (i < size), other=float("-inf"))

@@ -61,7 +61,7 @@ def write_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)  # slot * slot_stride passes 2**31
     if slot >= 0:
-        head = tl.arange(0, HEADS_PADDED)[:, None]
+        head = tl.arange(0, HEADS_PADDED)[:, None].to(tl.int64)
         d = tl.arange(0, DIM_PADDED)[None, :]
         inside = (head < HEADS) & (d < DIM)  # both may be padded to a power of two
         k = tl.load(key + token * key_token + head * key_head + d, mask=inside, other=0.0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from engine.scheduler.contracts import lifted
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # counterexamples of kernels run there; before Triton is imported
 
 
 @pytest.fixture(autouse=True)
