@@ -53,14 +53,19 @@ def _advanced(old: Any, new: Any, tokens: Int) -> Bool:
     return conj(implies(old.deficit == tokens, grew), disj(old.deficit == tokens, kept))
 
 
-@law("N3", Kind.ROUND, origin="a finished branch went on")
-def branches_only_end(r: Round) -> Bool:
-    """after the fork a group's branches only become fewer, and all n are there before it"""
+@law("N3", Kind.ROUND, origin="a finished branch went on; a branch that was there no longer, without a word")
+def branches_end_as_logged(r: Round) -> Bool:
+    """a fork makes all n branches, and from then on a branch leaves only as the log says"""
+    ended = [(request_id, detail) for verb, request_id, _, detail in r.step.plan.log if verb == "finish_branch"]
     return all(
-        branch in (r.step.now[g.request_id].branches if r.step.now[g.request_id].forked else range(g.n))
+        list(g.branches)
+        == [
+            branch
+            for branch in (r.step.now[g.request_id].branches if r.step.now[g.request_id].forked else range(g.n))
+            if (g.request_id, str(branch)) not in ended
+        ]
         for g in queued(r.after)
-        if g.request_id in r.step.now
-        for branch in g.branches
+        if g.forked and g.request_id in r.step.now
     )
 
 
