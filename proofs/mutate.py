@@ -38,8 +38,8 @@ from proofs.mutations import MODULES, ROOT, Mutation, digest, everything, mutate
 RESULTS = ROOT / "out" / "mutants.jsonl"
 SUMMARY = ROOT / "benchmarks" / "results" / "mutants.md"
 EQUIVALENT = ROOT / "proofs" / "equivalent_mutants.md"
-STAGES = ("soak", "laws", "tests", "deep")
-CPU_SECONDS = {"soak": 3, "laws": 20, "tests": 120, "deep": 600}  # more means that it goes round for ever
+STAGES = ("soak", "books", "laws", "tests", "deep")
+CPU_SECONDS = {"soak": 3, "books": 20, "laws": 20, "tests": 120, "deep": 600}  # more means that it goes round for ever
 MEMORY = 3 << 30  # a mutant may fill a list for ever
 HEAVY = ("z3", "icontract", "numpy", "hypothesis", "hypothesis.stateful", "pytest", "torch", "spec.check.explore",
          "spec.check.refine", "spec.check.symbolic", "spec.check.report", "spec.plain")  # fmt: skip
@@ -74,7 +74,7 @@ def _child(mutation: Mutation | None, stage: str, out: int) -> None:
     os.dup2(quiet, 2)
     verdict: dict[str, Any] = {"killed": False, "by": ""}
     try:
-        os.environ["LAWFUL_CONTRACTS"] = "on" if stage == "tests" else "off"
+        os.environ["LAWFUL_CONTRACTS"] = "on" if stage in ("books", "tests") else "off"
         os.environ["LAWFUL_DUMP_DIR"] = f"/tmp/lawful-mutants-{os.getpid()}"
         assert not any(name.startswith("engine.") for name in sys.modules), "the scheduler is already there"
         if mutation is not None:
@@ -260,8 +260,9 @@ def report() -> None:
 _HEAD = {stage: f"killed by {stage}" for stage in STAGES}
 _LEGEND = """\
 Each column counts the mutants that no cheaper stage killed.  *soak*: 23 random worlds with the tests' own checks after
-every step.  *laws*: every reachable state of small worlds, all laws, each round replayed in the spec.  *tests*:
-tests/scheduler and tests/cases, contracts on.  *deep*: larger worlds, a long soak, symbolic proofs.  *equivalent*:
+every step.  *books*: tests/scheduler/test_books.py.  *laws*: every reachable state of small worlds, all laws, each
+round replayed in the spec.  *tests*: tests/scheduler/test_determinism.py and tests/cases; contracts are on in books and
+tests.  *deep*: larger worlds, a long soak, symbolic proofs of schedule(), update(), add, abort and fail.  *equivalent*:
 explained one by one in proofs/equivalent_mutants.md.  Out of scope: texts of messages, annotations, `__slots__`,
 imports and decorators; contracts, recorder, replay and trace, which have tests of their own."""
 
