@@ -540,7 +540,7 @@ class Auditor:
         if not failed:
             books.contents(changed | touched | given.keys())
         self._in_time(after, turn.departed, failed)
-        for entry in plan.log:
+        for entry in log + logged:
             self.seen.verbs[entry.verb] += 1
         self.seen.failed_steps += failed
         if self.seen.lines % _FULL_RECOUNT == 0:
