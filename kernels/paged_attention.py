@@ -167,7 +167,9 @@ def paged_reduce_kernel(
     weight = tl.load(part_sum + part, mask=made, other=0.0)
     shown = made[:, None] & (d[None, :] < DIM)
     acc = tl.load(part_out + part[:, None] * DIM + d[None, :], mask=shown, other=0.0)
-    shrink = tl.where(made, tl.exp2(best - tl.max(best)), 0.0)
+    top = tl.max(best)
+    top = tl.where(top > float("-inf"), top, 0.0)  # an empty row has no partial result at all
+    shrink = tl.where(made, tl.exp2(best - top), 0.0)
     whole = tl.sum(weight * shrink)
     result = tl.sum(acc * shrink[:, None], 0) / tl.where(whole > 0.0, whole, 1.0)  # an empty row gives zeros
     to = token * (NUM_HEADS * DIM) + head * DIM + d
@@ -183,7 +185,7 @@ class DecodeSizes(NamedTuple):
     num_stages: int
 
 
-def decode_sizes(group: int, dim: int, itemsize: int) -> DecodeSizes:
+def decode_sizes(group: int, dim: int, itemsize: int, cache_itemsize: int) -> DecodeSizes:
     """Query heads fill a matrix instruction's 16 rows at least; a tile of keys, and one of values, is about 16 KB.
 
     A key's address comes out of the table, so two of the five stages go to that load and two tiles of each are in
@@ -193,7 +195,8 @@ def decode_sizes(group: int, dim: int, itemsize: int) -> DecodeSizes:
     heads = min(64, max(16, next_power_of_2(group)))
     if itemsize == 4:  # no matrix instruction takes these in full: sums lie in plain registers, so more threads
         return DecodeSizes(16, max(16, min(32, 4096 // padded)), 8, 2)
-    return DecodeSizes(heads, max(16, min(64, 8192 // padded)), 4, 5)
+    # Half as many bytes of fp8 leave room for more programs in place of stages, whose copies would spill registers.
+    return DecodeSizes(heads, max(16, min(64, 8192 // padded)), 4, 5 if cache_itemsize > 1 else 4)
 
 
 def launch_paged_decode(
@@ -207,7 +210,7 @@ def launch_paged_decode(
     kv_heads = key_cache.shape[2]
     group, splits = num_heads // kv_heads, rows.num_splits
     refuse_unless(splits <= MOST_SPLITS, lambda: f"paged_attention: {splits} partitions pass {MOST_SPLITS}")
-    sizes = decode_sizes(group, dim, query.element_size())
+    sizes = decode_sizes(group, dim, query.element_size(), key_cache.element_size())
     head_tiles = -(-group // sizes.heads)
     direct = splits == 1
     shape = (0,) if direct else (num_rows, num_heads, splits)

@@ -40,7 +40,7 @@ HALF, WHOLE = 2, 4  # bytes of a number
 
 
 def decode(group: int, kv_heads: int, dim: int, block_size: int, direct: bool, itemsize: int = HALF) -> worlds.Build:
-    sizes = decode_sizes(group, dim, itemsize)
+    sizes = decode_sizes(group, dim, itemsize, itemsize)
     return worlds.paged_decode(group, kv_heads, dim, block_size, sizes.heads, sizes.tile, 512, direct)
 
 
