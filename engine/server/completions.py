@@ -128,9 +128,14 @@ class _Answer:
         while left:
             ready.clear()  # before looking: what comes from here on sets it again
             chunks: list[bytes] = []
+            settled = True
             for i in sorted(left):
                 ended = streams[i].ended
-                for delta in streams[i].take():
+                deltas = streams[i].take()
+                if ended and not deltas:  # not before: an error is raised only when all that came before it is taken
+                    left.discard(i)
+                settled = settled and not deltas
+                for delta in deltas:
                     index = i * self.params.n + delta.index
                     made += len(delta.token_ids)
                     text = delta.text
@@ -141,11 +146,9 @@ class _Answer:
                     offsets[index] += sum(map(len, (choice["logprobs"] or {}).get("tokens", ())))
                     if text or delta.finish_reason or choice["logprobs"] or self.body.return_token_ids:
                         chunks.append(event({**self._base, "choices": [choice], **self._no_usage()}))
-                if ended:
-                    left.discard(i)
             if chunks:
                 yield b"".join(chunks)
-            elif left:
+            if left and settled:
                 await ready.wait()
         if self._wants_usage():
             prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)

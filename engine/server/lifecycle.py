@@ -51,6 +51,7 @@ class Lifecycle:
             max_failed_steps=options.max_failed_steps,
         )
         self.options = options
+        self._model_name = model_name
         self.status = 0
         self._signals = 0
         self._ending = asyncio.Event()
@@ -74,6 +75,11 @@ class Lifecycle:
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         serving = asyncio.create_task(self._server.serve([listener]))
+        while not (self._server.started or serving.done()):
+            await asyncio.sleep(0.01)
+        host, port = listener.getsockname()[:2]
+        where = f"[{host}]" if ":" in host else host
+        logger.info("serving %s on http://%s:%d", self._model_name, where, port)  # from here on signals are heard
         ending = asyncio.create_task(self._ending.wait())
         try:
             await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -136,8 +142,6 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(core: EngineCore, options: ServerOptions, model_name: str, listener: socket.socket | None = None) -> int:
     """Serve until a signal ends it; the exit status."""
     listener = listener or listen(options.host, options.port)
-    host, port = listener.getsockname()[:2]
-    logger.info("serving %s on http://%s:%d", model_name, f"[{host}]" if ":" in host else host, port)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the server: no collection needs to look at them again
 

@@ -21,6 +21,8 @@ logger = logging.getLogger("lawful")
 
 PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/debug/")  # what needs a key, if keys are set
 BODY_TIMEOUT = 60.0  # seconds that a client may take to send its body
+DISCARDED = 64 << 20  # bytes of a body that is too large which are read all the same,
+DISCARD_TIME = 2.0  # for so many seconds
 
 
 class Gate:
@@ -78,27 +80,39 @@ class Gate:
             )
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The body; None if the client has gone."""
+        """The body; None if the client has gone.
+
+        Of one that is too large some more is read and thrown away: most clients look for an answer only when they
+        have sent everything, and a connection that is closed before loses the answer.
+        """
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self.limit:
-            raise self._too_large()
+        too_large = length.isdigit() and int(length) > self.limit
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(BODY_TIMEOUT):
-                while True:
+            async with asyncio.timeout(DISCARD_TIME if too_large else BODY_TIMEOUT) as limit:
+                while size <= self.limit + DISCARDED:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > self.limit:
-                        raise self._too_large()
+                    size += len(message.get("body", b""))
+                    if size > self.limit and not too_large:
+                        too_large = True
+                        limit.reschedule(asyncio.get_running_loop().time() + DISCARD_TIME)
+                    if too_large:
+                        parts.clear()
+                    else:
+                        parts.append(message.get("body", b""))
                     if not message.get("more_body", False):
-                        return b"".join(parts)
+                        break
         except TimeoutError:
-            message_ = f"the body did not arrive within {BODY_TIMEOUT:g} s"
-            raise ApiError(message_, 408, headers={"Connection": "close"}) from None
+            if too_large:
+                raise self._too_large() from None
+            text = f"the body did not arrive within {BODY_TIMEOUT:g} s"
+            raise ApiError(text, 408, headers={"Connection": "close"}) from None
+        if too_large:
+            raise self._too_large()
+        return b"".join(parts)
 
     def _too_large(self) -> ApiError:
         return ApiError(

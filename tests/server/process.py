@@ -8,6 +8,7 @@ The first argument says how the runner behaves:
     broken     every step raises
     stuck      a request with this many prompt tokens makes its step never end
     die        a request with this many prompt tokens makes the scheduler itself raise
+    script     tokens that every request generates, in order, instead of random letters
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ def oracle_core(args: EngineArgs, faults: Mapping[str, Any]) -> EngineCore:
     )
     tokenizer = ByteTokenizer(chat_template=TEMPLATE)
     tokenizer.eos_token_ids, tokenizer.special_token_ids = frozenset({256}), frozenset({256})
-    runner = FaultyRunner(VOCAB, gpu, cpu, args.block_size, LetterSampler(VOCAB, frozenset({256})), num_layers=2)
+    script = faults.get("script")
+    sampler = (Sampler if script else LetterSampler)(VOCAB, frozenset({256}))
+    runner = FaultyRunner(VOCAB, gpu, cpu, args.block_size, sampler, num_layers=2)
+    if script:
+        runner.favourites = lambda state, branch, position: script[position - len(state.prompt_token_ids)]
     runner.faults = faults
     core = EngineCore(
         config,

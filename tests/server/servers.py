@@ -48,7 +48,10 @@ class Server:
         self.process = _context.Process(target=_run, args=(faults, argv, str(path)), daemon=True)
         self.process.start()
         found = wait_for(lambda: re.search(r"on (http://\S+)", self.log) or not self.process.is_alive(), 60)
-        assert isinstance(found, re.Match), f"the server did not start:\n{self.log}"
+        if not isinstance(found, re.Match):
+            said = self.log
+            self.stop()
+            raise AssertionError(f"the server did not start:\n{said}")
         self.url = found[1]
 
     @property
