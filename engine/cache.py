@@ -13,7 +13,8 @@ from torch import Tensor
 from engine.models.config import ModelConfig
 from engine.scheduler.plan import BlockPair
 from kernels.copy_blocks import copy_blocks
-from kernels.swap_blocks import swap_blocks
+from kernels.dispatch import uses_triton
+from kernels.swap_blocks import Swapper, host_blocks, swap_blocks
 
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -25,7 +26,8 @@ class KVCache:
     """Keys and values of every layer, in blocks of `block_size` tokens.
 
     device_pool, host_pool: (layers, 2, blocks, block_size, kv_heads, head_dim), keys at 0 and values at 1 of the
-        second dimension.  The host pool is the swap area; it is pinned when the device is a GPU.
+        second dimension.  The host pool is the swap area; where kernels serve, it is pinned, and in memory a block's
+        layers lie together.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class KVCache:
         inner = (block_size, config.num_kv_heads, config.head_dim)
         # Not zeroed: no kernel reads a slot that was not written, and memory that is never used is never touched.
         self.device_pool = torch.empty((config.num_layers, 2, num_gpu_blocks, *inner), dtype=dtype, device=place)
-        self.host_pool = torch.empty(
-            (config.num_layers, 2, num_cpu_blocks, *inner), dtype=dtype, pin_memory=place.type == "cuda"
-        )
+        kernels_serve = uses_triton(self.device_pool)
+        pinned = place.type == "cuda" and num_cpu_blocks > 0
+        self.host_pool = host_blocks(config.num_layers, num_cpu_blocks, inner, dtype, pinned, by_block=kernels_serve)
+        swaps = kernels_serve and num_cpu_blocks > 0 and num_gpu_blocks > 0
+        self._swapper = Swapper(self.device_pool, self.host_pool) if swaps else None
         self._layers = [(layer[0], layer[1]) for layer in self.device_pool]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -60,11 +64,17 @@ class KVCache:
 
     def swap_out(self, pairs: Sequence[BlockPair]) -> None:
         """Copy (GPU block, CPU block) pairs to the host.  Raises IndexError, naming the id, before anything moves."""
-        swap_blocks(self.device_pool, self.host_pool, pairs, "swap out")
+        if self._swapper is not None:
+            self._swapper.swap_out(pairs)
+        else:
+            swap_blocks(self.device_pool, self.host_pool, pairs, "swap out")
 
     def swap_in(self, pairs: Sequence[BlockPair]) -> None:
         """Copy (CPU block, GPU block) pairs to the device.  Raises IndexError, naming the id, before anything moves."""
-        swap_blocks(self.host_pool, self.device_pool, pairs, "swap in")
+        if self._swapper is not None:
+            self._swapper.swap_in(pairs)
+        else:
+            swap_blocks(self.host_pool, self.device_pool, pairs, "swap in")
 
     def copy(self, pairs: Sequence[BlockPair]) -> None:
         """Copy (GPU block, GPU block) pairs, all reads before any write.  Raises IndexError likewise."""

@@ -17,6 +17,7 @@ from engine.models.attention import AttentionMetadata
 from engine.models.config import ModelConfig
 from engine.request import RequestState, Sampled, StepOutput
 from engine.scheduler.plan import Plan, ScheduledSequence
+from kernels.paged_rows import partition_for
 
 Draw = tuple[RequestState, int]
 
@@ -62,6 +63,7 @@ class ModelRunner:
         self.num_gpu_blocks = cache.num_gpu_blocks
         self.num_cpu_blocks = cache.num_cpu_blocks
         self.block_size = cache.block_size
+        self.partition = partition_for(model_config.max_context)
 
     @torch.inference_mode()
     def execute(self, plan: Plan, requests: Mapping[str, RequestState]) -> StepOutput:
@@ -75,15 +77,20 @@ class ModelRunner:
         self.cache.copy(plan.blocks_to_copy)
         if not plan.scheduled:
             return StepOutput()
+        logits, draws = self._logits(plan, requests)
+        return collect(draws, self.sampler.sample(logits, draws)) if draws else StepOutput()
+
+    def _logits(self, plan: Plan, requests: Mapping[str, RequestState]) -> tuple[Tensor, list[Draw]]:
+        """Compute the rows; one row of logits (draws, vocab_size) for each draw."""
         hidden = self._forward(plan.scheduled, requests)
         draws, rows = draws_of(plan.scheduled, requests)
         if not draws:
-            return StepOutput()
+            return hidden[:0], draws
         logits = self.model.compute_logits(hidden[torch.tensor(sorted(set(rows)), device=self.device)])
         if len(logits) < len(rows):
             place = {row: i for i, row in enumerate(sorted(set(rows)))}
             logits = logits[torch.tensor([place[row] for row in rows], device=self.device)]
-        return collect(draws, self.sampler.sample(logits, draws))
+        return logits, draws
 
     def _forward(self, scheduled: list[ScheduledSequence], requests: Mapping[str, RequestState]) -> Tensor:
         """Hidden states (tokens, width) of all rows, one after the other."""
@@ -101,6 +108,7 @@ class ModelRunner:
             slots,
             self.block_size,
             self.device,
+            self.partition,
         )
         return self.model.forward(
             torch.tensor(tokens, dtype=torch.int64, device=self.device),

@@ -14,6 +14,7 @@ a draw only where the best two are closer than 2e, which has a probability of th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ from torch import Tensor
 
 from engine.request import Sampled
 from engine.sampling import check_token_ids
+from kernels.dispatch import uses_triton
+from kernels.penalize import penalize
+from kernels.sample import sample
 
 if TYPE_CHECKING:
     from engine.request import RequestState
@@ -134,6 +138,8 @@ class Sampler:
         if not draws:
             return []
         logits = logits.float()
+        if uses_triton(logits):
+            return self._sample_on_device(logits, draws)
         params = [request.params for request, _ in draws]
         raw = torch.log_softmax(logits, dim=-1)
         work, errors = self._edited(logits, draws)
@@ -159,8 +165,44 @@ class Sampler:
                 results.append(_with_top(raw[r], token_id, logprob, p.logprobs))
         return results
 
-    def _edited(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, dict[int, Exception]]:
-        """Logits after everything that comes before temperature, and the errors by row."""
+    def _sample_on_device(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | Exception]:
+        """The same draws by kernels, all rows in one launch; the host waits once, for the tokens."""
+        params = [request.params for request, _ in draws]
+        work, errors = self._edited(logits, draws, penalties=False)
+        work = _penalized(work, logits, draws)
+        real = [
+            [0.0 if p.is_greedy else p.temperature for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+        ]
+        cut = [p.top_k if 0 < p.top_k < self.vocab_size and not p.is_greedy else self.vocab_size for p in params]
+        whole = [cut, [q.seed for q, _ in draws], [b for _, b in draws], [len(q.outputs[b]) for q, b in draws]]
+        temperature, top_p, min_p = _upload(real, torch.float64, logits.device)
+        top_k, seeds, branches, positions = _upload(whole, torch.int64, logits.device)
+        top_p = torch.where(temperature == 0, 1.0, top_p)
+        tokens = sample(work, temperature, top_k, top_p, min_p, draw_keys(seeds, branches, positions))
+        logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
+        best = work.amax(dim=-1)
+        columns = torch.stack((tokens.double(), logprobs.double(), best.double())).tolist()  # the one wait
+        results: list[Sampled | Exception] = []
+        for r, (token, logprob, top, p) in enumerate(zip(*columns, params, strict=True)):
+            if r in errors:
+                results.append(errors[r])
+            elif math.isnan(logprob):
+                results.append(SamplingError("the model's logits are not finite"))
+            elif not math.isfinite(top):
+                results.append(SamplingError("no token can be drawn: every logit is -inf, or one is NaN or +inf"))
+            elif p.logprobs is None:
+                results.append(Sampled(int(token), logprob))
+            else:
+                raw = torch.log_softmax(logits[r], dim=-1)
+                results.append(_with_top(raw, int(token), float(raw[int(token)]), p.logprobs))
+        return results
+
+    def _edited(
+        self, logits: Tensor, draws: Sequence[Draw], penalties: bool = True
+    ) -> tuple[Tensor, dict[int, Exception]]:
+        """Logits after everything that comes before temperature, penalties or not, and the errors by row."""
         errors: dict[int, Exception] = {}
         work = logits
         for r, (request, branch) in enumerate(draws):
@@ -175,7 +217,8 @@ class Sampler:
                 self._edit(work[r], logits[r], request, output)
                 if masked:
                     work[r, [*self.eos_token_ids, *(params.stop_token_ids or ())]] = -math.inf
-                _penalize(work[r], params, request.prompt_token_ids, output)
+                if penalties:
+                    _penalize(work[r], params, request.prompt_token_ids, output)
             except Exception as error:  # whatever it is, it is this request's own
                 errors[r] = error if isinstance(error, SamplingError) else SamplingError(f"sampling failed: {error!r}")
         return work, errors
@@ -244,6 +287,42 @@ def _penalize(row: Tensor, params: SamplingParams, prompt: list[int], output: li
     if output and (params.presence_penalty or params.frequency_penalty):
         seen, counts = torch.unique(torch.tensor(output, device=row.device), return_counts=True)
         row[seen] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _penalized(work: Tensor, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """`work` with every row's penalties, in place unless it is `logits` itself."""
+    ids: list[int] = []
+    counts: list[int] = []
+    starts = [0]
+    for request, branch in draws:
+        p, output = request.params, request.outputs[branch]
+        seen: Counter[int] = Counter()
+        if p.repetition_penalty != 1:
+            seen.update(dict.fromkeys(request.prompt_token_ids, 0))
+        if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
+            seen.update(output)
+        ids += seen.keys()
+        counts += seen.values()
+        starts.append(len(ids))
+    if not ids:
+        return work
+    if work is logits:
+        work = logits.clone()
+    params = [request.params for request, _ in draws]
+    factors = [[p.repetition_penalty for p in params], [p.presence_penalty for p in params]]
+    repetition, presence, frequency = _upload(
+        [*factors, [p.frequency_penalty for p in params]], torch.float32, work.device
+    )
+    entries, times = _upload([ids, counts], torch.int64, work.device)
+    (row_starts,) = _upload([starts], torch.int64, work.device)
+    penalize(work, entries, times, row_starts, repetition, presence, frequency)
+    return work
+
+
+def _upload(columns: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Columns of numbers as one tensor on the device, in one copy that the host does not wait for."""
+    made = torch.tensor(columns, dtype=dtype)
+    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 
 
 def _with_top(row: Tensor, token_id: int, logprob: float, count: int) -> Sampled:

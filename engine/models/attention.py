@@ -29,9 +29,10 @@ class AttentionMetadata:
         slots: Sequence[int],
         block_size: int,
         device: torch.device | str = "cpu",
+        partition: int | None = None,
     ) -> AttentionMetadata:
-        """One entry for each row, and one slot for each token of all rows in order."""
-        rows = PagedRows(starts, ends, block_tables, block_size, device)
+        """One entry for each row, and one slot for each token of all rows in order.  partition: see `PagedRows`."""
+        rows = PagedRows(starts, ends, block_tables, block_size, device, partition)
         return cls(torch.tensor(slots, dtype=torch.int64, device=device), rows)
 
 

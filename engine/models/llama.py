@@ -15,7 +15,7 @@ from engine.models.attention import AttentionMetadata, attend
 from engine.models.config import ModelConfig
 from engine.models.rope import angles, inverse_frequencies
 from engine.models.weights import Weights
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
 from kernels.silu_mul import silu_mul
 
@@ -81,18 +81,18 @@ class LlamaModel:
         c = self.config
         turned = c.num_heads + c.num_kv_heads
         cos, sin = angles(positions, self.frequencies)
+        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]  # what follows each layer
         hidden = F.embedding(tokens, self.embedding)
+        x = rms_norm(hidden, self.layers[0].input_norm, c.norm_eps)
         for i, layer in enumerate(self.layers):
-            x = rms_norm(hidden, layer.input_norm, c.norm_eps)
             heads = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, c.head_dim)
             query_key = rotary(heads[:, :turned], cos, sin)
             query, key, value = query_key[:, : c.num_heads], query_key[:, c.num_heads :], heads[:, turned:]
             mixed = attend(query, key, value, i, cache, metadata, self.scale)
-            hidden = hidden + F.linear(mixed, layer.out, layer.out_bias)
-            x = rms_norm(hidden, layer.mlp_norm, c.norm_eps)
+            x, hidden = add_rms_norm(F.linear(mixed, layer.out, layer.out_bias), hidden, layer.mlp_norm, c.norm_eps)
             x = silu_mul(F.linear(x, layer.gate_up, layer.gate_up_bias))
-            hidden = hidden + F.linear(x, layer.down, layer.down_bias)
-        return rms_norm(hidden, self.norm, c.norm_eps)
+            x, hidden = add_rms_norm(F.linear(x, layer.down, layer.down_bias), hidden, norms[i], c.norm_eps)
+        return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocab_size) float32 for the rows (rows, hidden) that sample."""

@@ -11,6 +11,7 @@ from engine.cache import KVCache
 from engine.models.attention import AttentionMetadata, attend
 from engine.models.config import ModelConfig
 from engine.models.weights import Weights
+from kernels.activation import activation
 from kernels.layer_norm import layer_norm
 
 POSITION_OFFSET = 2  # the first two rows of the position table belong to no position
@@ -94,7 +95,7 @@ class OPTModel:
             if not c.norm_before:
                 hidden = layer_norm(hidden, *layer.attention_norm, EPS)
             x = layer_norm(hidden, *layer.mlp_norm, EPS) if c.norm_before else hidden
-            hidden = hidden + F.linear(F.relu(F.linear(x, *layer.up)), *layer.down)
+            hidden = hidden + F.linear(activation(F.linear(x, *layer.up), "relu"), *layer.down)
             if not c.norm_before:
                 hidden = layer_norm(hidden, *layer.mlp_norm, EPS)
         if self.norm is not None:
