@@ -151,16 +151,22 @@ class EngineThread:
         try:
             while not self._stop:
                 self._bell.clear()
-                while self._inbox:
-                    self._inbox[0][0]()  # it leaves the queue only when done, so that `num_queued` never misses it
-                    self._inbox.popleft()
+                self._serve_inbox()
                 if self.core.has_unfinished_requests():
                     self._step()
                 else:
                     self._publish()
                     self._bell.wait()
+            self._serve_inbox()  # the aborts of what was unfinished
+            if not self.core.scheduler.has_unfinished():
+                self._step()
         except BaseException as error:
             self._die(error)
+
+    def _serve_inbox(self) -> None:
+        while self._inbox:
+            self._inbox[0][0]()  # it leaves the queue only when done, so that `num_queued` never misses it
+            self._inbox.popleft()
 
     def _step(self) -> None:
         had_work = self.core.scheduler.has_unfinished()  # else there are only last outputs of what was aborted
