@@ -2,7 +2,8 @@
 
 A policy is a class like `engine.scheduler.Scheduler`, most easily a subclass (docs/policies.md).  Every world of
 `spec.check.worlds` is searched whole: laws on states, steps and rounds on all of them, each plan's log replayed in the
-spec (refinement), then the graph looked at for runs without end (L5) and for the longest wait (L3).
+spec (refinement), then the graph looked at for runs without end (L5) and for the longest wait (L3).  Then schedule() is
+run on symbols from every lawful state of some small shapes (`engine.shapes`), for numbers of any size.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from typing import Any
 
 from engine.scheduler import Scheduler, SchedulerConfig, SequenceGroup
 from engine.scheduler.contracts import lifted
+from engine.shapes import LAWS_OF_SHAPES, SHAPES, prove_shapes
 from spec.check.codec import Codec
 from spec.check.explore import Found, Violation, World, explore
 from spec.check.liveness import analyse, arrivals
 from spec.check.refine import replay
 from spec.check.report import timeline
+from spec.check.symbolic import DisagreementError
+from spec.check.symbolic import Report as SymbolicReport
+from spec.check.terms import Signal
 from spec.check.worlds import worlds
 from spec.laws import BY_ID, LAWS, Kind, Law, Tier, steps_bound
 
@@ -53,10 +58,18 @@ class Report:
     refinement: str = ""  # the first plan whose log does not replay in the spec
     plans: int = 0  # replayed
     longest_wait: tuple[int, int] = (0, 0)  # L3: most steps of any group, and the bound in that case
+    shapes: SymbolicReport = field(default_factory=SymbolicReport)
+    unshaped: str = ""  # why the policy cannot be run on symbols
 
     @property
     def holds(self) -> bool:
-        return not self.broken and not self.refinement
+        return not self.broken and not self.refinement and (self.shapes.proved or bool(self.unshaped))
+
+    @property
+    def not_kept(self) -> dict[str, str]:
+        """Laws that schedule() does not keep from some state in which all hold, with its numbers: by law."""
+        failed = {"S8" if one.claim == "returns" else one.claim: str(one) for one in reversed(self.shapes.failures)}
+        return {id: text for id, text in failed.items() if id not in self.broken}
 
     @property
     def states(self) -> int:
@@ -98,7 +111,7 @@ def new_group(request_id: str, p: int, n: int, m: int) -> SequenceGroup:
 
 
 def check(policy: type[Scheduler], note: Callable[[str], None] = lambda text: None) -> Report:
-    """Search every world; `note` is told which one is next."""
+    """Search every world and prove every shape; `note` is told which one is next."""
     report = Report(f"{policy.__module__}:{policy.__qualname__}")
     with lifted():
         for name, world in worlds(SchedulerConfig).items():
@@ -106,6 +119,10 @@ def check(policy: type[Scheduler], note: Callable[[str], None] = lambda text: No
             begun = time.perf_counter()
             found = _search(policy, name, world, report)
             report.worlds[name] = found.states, found.edges, time.perf_counter() - begun
+        try:
+            report.shapes = prove_shapes(policy, note)
+        except (Signal, DisagreementError) as error:  # it asks for more than symbols can tell, such as an index
+            report.unshaped = f"{type(error).__name__}: {error}"
     return report
 
 
@@ -197,8 +214,13 @@ def lines(report: Report) -> Iterator[Line]:
         elif broken is not None:
             where = f"{broken.world!r}" + (f", {broken.steps} steps" if broken.steps else "")
             yield Line(law, _method(law), where, seconds, "BROKEN")
+        elif law.id in report.not_kept:
+            yield Line(law, "symbols", f"one of {len(SHAPES)} shapes, any size", report.shapes.seconds, "NOT KEPT")
         elif law.id in _GRAPH_LAWS and report.broken:
             yield Line(law, _method(law), "-", 0.0, "not reached: other laws are broken")
+        elif law.id in LAWS_OF_SHAPES and not report.unshaped:
+            where, took = f"{everywhere}; {len(SHAPES)} shapes", seconds + report.shapes.seconds
+            yield Line(law, _method(law) + "; symbols", where, took, "holds")
         else:
             yield Line(law, _method(law), everywhere, seconds, "holds")
 
@@ -256,6 +278,13 @@ def _as_json(report: Report) -> dict[str, Any]:
         "refinement": report.refinement or ("holds" if not report.broken else "not reached"),
         "plans_replayed": report.plans,
         "longest_wait": {"steps": report.longest_wait[0], "bound": report.longest_wait[1]},
+        "shapes": {
+            "number": len(SHAPES),
+            "paths": report.shapes.paths,
+            "seconds": round(report.shapes.seconds, 2),
+            "not_kept": report.not_kept,
+            "not_run": report.unshaped,
+        },
         "counterexamples": {id: one.timeline for id, one in report.broken.items()},
     }
 
@@ -272,7 +301,7 @@ def _show(report: Report) -> None:
     table.add_column("s", justify="right")
     table.add_column("verdict")
     for line in lines(report):
-        style = "bold red" if line.verdict == "BROKEN" else "green" if line.verdict == "holds" else "dim"
+        style = "bold red" if line.verdict in ("BROKEN", "NOT KEPT") else "green" if line.verdict == "holds" else "dim"
         took = f"{line.seconds:.1f}" if line.seconds else ""
         table.add_row(line.law.id, line.law.name, line.method, line.scope, took, Text(line.verdict, style=style))
     console.print(table)
@@ -280,6 +309,13 @@ def _show(report: Report) -> None:
     print()
     for name, (states, edges, seconds) in report.worlds.items():
         print(f"{name}: {states:,} states, {edges:,} transitions, {seconds:.1f} s")
+    shapes = report.shapes
+    if report.unshaped:
+        print(f"no symbolic shapes: the policy does not run on symbols ({report.unshaped})")
+    else:
+        print(
+            f"{len(SHAPES)} symbolic shapes: {shapes.paths:,} paths, {shapes.queries:,} queries, {shapes.seconds:.1f} s"
+        )
     if report.refinement:
         print(f"\nrefinement: a plan's log does not replay in the spec, {report.refinement}")
     elif not report.broken:
@@ -289,5 +325,9 @@ def _show(report: Report) -> None:
     for number, one in enumerate(report.broken.values(), 1):
         print(f"\n{number}. {one.law.id} is broken in the world {one.world!r}; the shortest run:\n")
         print(one.timeline)
-    verdict = "every law holds" if report.holds else f"{len(report.broken)} laws are broken: {', '.join(report.broken)}"
+    for id, text in report.not_kept.items():
+        print(f"\n{id} is not kept from this state, in which every law holds, though no search came to it:\n{text}")
+    wrong = [*report.broken, *report.not_kept]
+    verdict = f"{len(wrong)} laws are broken: {', '.join(wrong)}" if wrong else "every law holds"
+    total += report.shapes.seconds
     print(f"\n{verdict} ({report.states:,} states, {total:.1f} s)")

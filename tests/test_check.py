@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import engine.check
 from engine.check import load_policy
 from engine.cli import main
 from engine.scheduler import Scheduler, SchedulerConfig, SequenceGroup
@@ -30,6 +31,8 @@ def test_the_production_scheduler_keeps_every_law(capsys: pytest.CaptureFixture[
     assert seen["worlds"].keys() == SKETCHES.keys()
     assert 0 < seen["longest_wait"]["steps"] <= seen["longest_wait"]["bound"]
     assert not seen["counterexamples"]
+    assert seen["shapes"]["paths"] > 400
+    assert not seen["shapes"]["not_kept"]
 
 
 def test_the_old_rule_is_refuted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +55,14 @@ def test_the_pull_requests_rule_is_refuted(capsys: pytest.CaptureFixture[str]) -
     assert "run nobody" in seen["counterexamples"]["S18"]
 
 
+@pytest.fixture
+def one_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest world alone: for what is about the command and not about the laws."""
+    name = "one branch, watermark"
+    monkeypatch.setattr(engine.check, "worlds", lambda config: {name: SKETCHES[name].world(config)})
+
+
+@pytest.mark.usefixtures("one_world")
 def test_the_table_and_the_runs_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = tmp_path / "mine.py"
     policy.write_text(
@@ -78,6 +89,25 @@ def test_the_table_and_the_runs_are_printed(tmp_path: Path, capsys: pytest.Captu
 def test_what_is_no_policy_is_explained(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--policy", name]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_world")
+def test_a_policy_that_symbols_cannot_follow_is_still_searched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = tmp_path / "ranged.py"
+    policy.write_text(
+        "from engine.scheduler import Scheduler\n\n"
+        "class Ranged(Scheduler):\n"
+        "    def _catch_up(self, step):\n"
+        "        for _ in range(step.tokens):\n"
+        "            pass\n"
+        "        super()._catch_up(step)\n"
+    )
+    status, seen = checked(capsys, "--policy", f"{policy}:Ranged")
+    assert status == 0
+    assert seen["shapes"]["not_run"]
+    assert "symbols" not in {word for line in seen["laws"] for word in line["method"].split("; ")}
 
 
 def test_every_world_accepts_its_whole_menu() -> None:
