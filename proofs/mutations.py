@@ -80,6 +80,7 @@ _SWAPPED_NAMES = {
     "tokens": ("seqs",),
     "seqs": ("tokens",),
 }
+_SYMMETRIC = ("min", "max", "least", "most", "conj", "disj")  # their arguments can be exchanged
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Mutation:
     where: str  # the function or class
     before: str  # the statement's first line
     after: str
+    digest: str  # of the function that it changes: what a result depends on most
     node: int  # its number in ast.walk order
     by: ast.AST
 
@@ -103,14 +105,14 @@ def source(module: str) -> Path:
 
 
 @functools.cache
-def digest(module: str) -> str:
-    """What a result depends on: the module's text."""
-    return hashlib.sha256(source(module).read_bytes()).hexdigest()[:12]
+def text(module: str) -> str:
+    """The module as it was when this process first looked: a run is not disturbed by whoever edits it meanwhile."""
+    return source(module).read_text()
 
 
 def mutated(mutation: Mutation) -> ast.Module:
     """The module's tree with the mutation in it."""
-    tree = ast.parse(source(mutation.module).read_text())
+    tree = ast.parse(text(mutation.module))
     node = list(ast.walk(tree))[mutation.node]
     _replace(tree, node, copy.deepcopy(mutation.by))
     return ast.fix_missing_locations(tree)
@@ -139,6 +141,10 @@ def _replace(tree: ast.AST, node: ast.AST, by: ast.AST) -> None:
     raise LookupError
 
 
+def _digest(node: ast.AST) -> str:
+    return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:12]
+
+
 def _first_line(node: ast.AST) -> str:
     text = ast.unparse(ast.fix_missing_locations(node)).splitlines()
     while text[0].startswith("@"):
@@ -149,9 +155,10 @@ def _first_line(node: ast.AST) -> str:
 class _Mutator:
     def __init__(self, module: str) -> None:
         self.module = module
-        self.tree = ast.parse(source(module).read_text())
+        self.tree = ast.parse(text(module))
         self.numbers = {node: i for i, node in enumerate(ast.walk(self.tree))}
         self.seen: Counter[str] = Counter()
+        self.digest = ""
 
     def all(self) -> Iterator[Mutation]:
         for one in self._statements(self.tree.body, []):
@@ -174,6 +181,7 @@ class _Mutator:
             return
         if isinstance(node, ast.FunctionDef):
             here = [*path, node.name]
+            self.digest = _digest(node)
             for default in (*node.args.defaults, *node.args.kw_defaults):
                 if default is not None:
                     yield from self._expressions(default, node, here)
@@ -300,7 +308,8 @@ class _Mutator:
                 if node.id in ("least", "most", "min", "max", "conj"):
                     yield ast.Name(name, node.ctx)
         elif isinstance(node, ast.Call):
-            if len(node.args) >= 2 and not any(isinstance(one, ast.Starred) for one in node.args):
+            either_way = isinstance(node.func, ast.Name) and node.func.id in _SYMMETRIC
+            if len(node.args) >= 2 and not either_way and not any(isinstance(one, ast.Starred) for one in node.args):
                 for i in range(len(node.args) - 1):
                     swapped = list(node.args)
                     swapped[i], swapped[i + 1] = swapped[i + 1], swapped[i]
@@ -331,4 +340,4 @@ class _Mutator:
         key = f"{self.module}.{where}|{before}|{after}"
         self.seen[key] += 1
         name = hashlib.sha256(f"{key}|{self.seen[key]}".encode()).hexdigest()[:10]
-        return Mutation(name, self.module, where, before, after, number, by)
+        return Mutation(name, self.module, where, before, after, self.digest, number, by)

@@ -113,13 +113,9 @@ class BlockManager:
     def swap_size(self, group: SequenceGroup) -> Int:
         """CPU blocks that its computed tokens take, shared blocks counted once."""
         counts = [cdiv(computed, self.block_size) for computed in group.computed()]
-        if not group.forked:
-            return counts[0]
-        if group.tail_shared:
-            return counts[0]  # every branch names the same blocks
         done = group.whole - group.deficit
-        if done <= group.shared_tokens:
-            return counts[0]
+        if group.tail_shared or done <= group.shared_tokens:
+            return counts[0]  # every branch names the same blocks
         return group.shared_blocks + sum(count - group.shared_blocks for count in counts)
 
     def peak(self, prompt_len: Int, n: int, max_tokens: Int) -> Int:

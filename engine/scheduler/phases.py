@@ -44,7 +44,7 @@ class Step:
         self.plan.preempted.append(victim)
         self.note("preempt", victim, victim.held, mode.value)
 
-    def note(self, verb: str, group: SequenceGroup, blocks: Int = 0, detail: str = "") -> None:
+    def note(self, verb: str, group: SequenceGroup, blocks: Int, detail: str = "") -> None:
         """Log an action of the spec."""
         self.plan.log.append(Action(verb, group.request_id, blocks, detail))
 

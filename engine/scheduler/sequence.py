@@ -146,9 +146,6 @@ class SequenceGroup:
         The shared prompt blocks come first, in the row of the first live branch; then each branch's tail in order.
         """
         done = self.computed()
-        if not self.forked:
-            yield 0, done[0], done[0] + tokens
-            return
         if tokens == self.deficit:
             for i, start in enumerate(done):
                 if i > 0:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.scheduler import (
+    Action,
     ConfigError,
     DuplicateError,
     Plan,
@@ -54,6 +55,14 @@ def test_absent_budgets_follow_the_order_and_each_other() -> None:
 def test_a_mode_is_named_by_text_or_by_itself(text: str, mode: PreemptionMode) -> None:
     assert config(preemption_mode=text).mode is config(preemption_mode=mode).mode is mode
     assert str(mode) == f"PreemptionMode.{text.upper()}"
+
+
+def test_no_other_mode_is_accepted() -> None:
+    for wrong in ("drop", "SWAP", ""):
+        with pytest.raises(
+            ConfigError, match=f"preemption_mode is {wrong!r}; allowed are 'swap', 'recompute' and None"
+        ):
+            config(preemption_mode=wrong)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +273,7 @@ def test_a_pool_hands_out_what_it_has_and_says_what_is_wrong() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_announced_sizes_are_what_is_taken_at_every_piece_of_a_rebuild(n: int, size: int) -> None:
     """A group is preempted by hand after each piece of its rebuild, and what it was said to take is what it takes."""
-    for p, known in itertools.product((1, 2, 3, 4, 5), (1, 2, 3)):
+    for p, known in itertools.product((1, 2, 3, 4, 5, 12), (1, 2, 3)):
         whole = p // size * size + n * (p + known - p // size * size)
         for deficit in range(n, whole):
             blocks = BlockManager(size, 40, 40)
@@ -333,6 +342,7 @@ def test_an_empty_scheduler_makes_empty_plans() -> None:
     assert not s.has_unfinished()
     assert s.schedule().step == 1
     assert Plan(3).step == 3
+    assert Action("add", "a") == ("add", "a", 0, "")
 
 
 def test_counts_tell_queues_and_blocks_in_use() -> None:
@@ -349,6 +359,18 @@ def test_counts_tell_queues_and_blocks_in_use() -> None:
     assert run.s.swapped[0].num_preemptions == 1
     run.drain()
     assert run.s.counts() == QueueCounts(0, 0, 0, 0, 0)
+
+
+def test_preemptions_of_a_group_are_counted() -> None:
+    s = world(6, cpu=0)
+    groups = [s.add(R(p=p, m=m, id=name)) for name, p, m in (("a", 1, 24), ("b", 8, 5), ("c", 4, 16))]
+    preempted: list[str] = []
+    while s.has_unfinished():
+        plan = s.schedule()
+        preempted += ids(plan.preempted)
+        s.update(plan)
+    assert [g.num_preemptions for g in groups] == [preempted.count(name) for name in "abc"]
+    assert max(g.num_preemptions for g in groups) > 1
 
 
 def preempting(mode: str, cpu: int = 8) -> tuple[Plan, SequenceGroup]:
@@ -391,6 +413,9 @@ def test_a_swap_in_and_a_demotion_are_logged_with_their_blocks() -> None:
                 assert entry.blocks > 0
         back = sum(entry.blocks for entry in plan.log if entry.verb == "swap_in")
         assert back >= len(plan.blocks_to_swap_in)
+        copied = plan.to_dict()
+        for name in ("blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy", "log"):
+            assert copied[name] == getattr(plan, name)
         run.s.update(plan)
     assert seen == {"demote", "swap_in"}
 
