@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from spec import plain, views
 from spec.check.shadow import _BRANCH, _GROUP, Shadow
-from spec.laws import BY_ID, Law
+from spec.laws import BY_ID, IDS_STEP, Law
 from spec.laws_ids import computed
 from spec.laws_round import nothing_lost, steps_bound
 from spec.laws_step import served_ids
@@ -512,7 +512,11 @@ class Auditor:
         except KeyError as error:
             raise _Wrong(f"the plan names {error}, which was in no queue", BY_ID["S19"]) from None
         _obey(
-            plain.check_step(step) + plain.check_mid(step) + plain.check_state_in_mid(mid) + plain.check_ids_step(step),
+            plain.check_step(step)
+            + plain.check_mid(step)
+            + plain.check_state_in_mid(mid)
+            + _ids_step(step)
+            + _exclusive(plan, books),
             books,
         )
         _account_for_schedule(step, log, touched)
@@ -657,6 +661,24 @@ def _obey(broken: list[Law], books: _Books) -> None:
 
 
 _tables_cover = plain.checker((BY_ID["B4t"],))
+_ids_step = plain.checker(tuple(law for law in IDS_STEP if law.id != "B6"))
+
+
+def _exclusive(plan: _Plan, books: _Books) -> list[Law]:
+    """B6 by the references that are counted already, where the predicate counts all tables anew."""
+    size, refs = books.config.block_size, books.pools[0].refs
+    slots: set[int] = set()
+    count = 0
+    for g, _, start, end, _, those, _ in plan.scheduled:
+        if end - start != len(those):
+            return [BY_ID["B6"]]
+        shared = g.prompt_len // size * size
+        for position, slot in enumerate(those, start):
+            if position >= shared and refs[slot // size] != 1:
+                return [BY_ID["B6"]]
+        slots.update(those)
+        count += len(those)
+    return [] if len(slots) == count else [BY_ID["B6"]]
 
 
 def _tables(s: State, names: set[str]) -> list[Law]:
