@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.config import EngineArgs
+from engine.config import EngineArgs, free_memory
 from engine.core import EngineCore
 from engine.errors import ConfigError, InvalidPromptError
 from engine.outputs import RequestOutput
@@ -28,10 +28,12 @@ def build_core(args: EngineArgs) -> EngineCore:
     Raises ConfigError, ModelLoadError or TokenizerError, naming what was wrong and what is allowed.
     """
     from engine.cache import KVCache, bytes_per_block
+    from engine.gpu_runner import GpuRunner, activation_memory
     from engine.models.load import load_config, load_model, locate_model, resolve_dtype
-    from engine.runner import ModelRunner
+    from engine.runner import ModelRunner, Runner
     from engine.sampler import Sampler
     from engine.tokenizer import get_tokenizer
+    from kernels.dispatch import uses_triton
 
     device = args.resolve_device()
     model_config = load_config(args.model)
@@ -42,10 +44,23 @@ def build_core(args: EngineArgs) -> EngineCore:
     if not args.skip_tokenizer_init:
         tokenizer = get_tokenizer(args.tokenizer or locate_model(args.model).path)
     model = load_model(args.model, dtype, device, args.load_format, seed=args.seed or 0)
-    config = args.scheduler_config(model_config, block_bytes, device)
-    cache = KVCache(model_config, config.num_gpu_blocks, config.num_cpu_blocks, args.block_size, dtype, device)
     eos = set(model_config.eos_token_ids) | set(tokenizer.eos_token_ids if tokenizer else ())
-    runner = ModelRunner(model, model_config, cache, device, Sampler(model_config.vocab_size, frozenset(eos)))
+    sampler = Sampler(model_config.vocab_size, frozenset(eos))
+    memory = None
+    if device == "cuda" and args.num_gpu_blocks_override is None:
+        bare = args.scheduler_config(model_config, block_bytes, device)
+        peak = activation_memory(
+            model, model_config, args.block_size, bare.tokens, bare.seqs, bare.max_model_len, dtype, device
+        )
+        memory = free_memory(device) - peak
+        logger.info("the largest step takes %.2f GiB beside weights and cache", peak / 2**30)
+    config = args.scheduler_config(model_config, block_bytes, device, memory)
+    cache = KVCache(model_config, config.num_gpu_blocks, config.num_cpu_blocks, args.block_size, dtype, device)
+    runner: Runner
+    if uses_triton(cache.device_pool):
+        runner = GpuRunner(model, model_config, cache, device, sampler, config.seqs, config.max_model_len)
+    else:
+        runner = ModelRunner(model, model_config, cache, device, sampler)
     logger.info(
         "%s (%s) on %s: %d GPU blocks and %d CPU blocks of %d tokens, "
         "max_model_len %d, a step has at most %d tokens and %d sequences",
