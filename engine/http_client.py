@@ -47,14 +47,16 @@ class Connection:
             *(f"{name}: {value}" for name, value in (headers or {}).items()),
         ]
         self._request = "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+        self._writer: asyncio.StreamWriter | None = None
         self.status = 0
         self.headers: dict[str, str] = {}
 
     async def __aenter__(self) -> Connection:
-        self._reader, self._writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
+        self._reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
+        self._writer = writer
         try:
-            self._writer.write(self._request)
-            await self._writer.drain()
+            writer.write(self._request)
+            await writer.drain()
             first = (await self._reader.readline()).decode("latin-1").split(" ", 2)
             if len(first) < 2:
                 raise HttpError("the server closed the connection without an answer")
@@ -74,7 +76,8 @@ class Connection:
 
     def hang_up(self) -> None:
         """Leave without another word."""
-        self._writer.transport.abort()
+        if self._writer is not None:
+            self._writer.transport.abort()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes."""
