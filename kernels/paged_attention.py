@@ -194,7 +194,7 @@ def decode_sizes(group: int, dim: int, itemsize: int, cache_itemsize: int) -> De
     padded = max(16, next_power_of_2(dim))
     heads = min(64, max(16, next_power_of_2(group)))
     if itemsize == 4:  # no matrix instruction takes these in full: sums lie in plain registers, so more threads
-        return DecodeSizes(16, max(16, min(32, 4096 // padded)), 8, 2)
+        return DecodeSizes(16, 16, 8, 3)
     # Half as many bytes of fp8 leave room for more programs in place of stages, whose copies would spill registers.
     return DecodeSizes(heads, max(16, min(64, 8192 // padded)), 4, 5 if cache_itemsize > 1 else 4)
 

@@ -125,7 +125,7 @@ def prefill_sizes(dim: int, itemsize: int, architecture: int) -> PrefillSizes:
     """
     padded = max(16, next_power_of_2(dim))
     if itemsize == 4:  # no matrix instruction takes these in full: sums lie in plain registers
-        return PrefillSizes(32, 16, 8, 2) if padded <= 128 else PrefillSizes(16, 16, 4, 2)
+        return PrefillSizes(32, 16, 8, 3) if padded <= 128 else PrefillSizes(16, 16, 8, 2)
     if padded > 128:
         return PrefillSizes(64, 32, 8, 4)
     return PrefillSizes(128, 64 if architecture >= 90 or padded < 128 else 32, 8, 5)

@@ -185,8 +185,8 @@ def sample_kernel(
         for _ in range(0, 32):
             middle = (lo + hi + 1) >> 1
             reach = tl.zeros((LANES,), tl.int32)
-            for start in range(0, size, LANES):
-                i = start + lane
+            for at in range(0, size, LANES):
+                i = at + lane
                 x = tl.load(list_logits + r * CANDIDATES + i, mask=use_list & (i < size), other=float("-inf"))
                 y = tl.load(row + i, mask=(count == 0) & (i < size), other=float("-inf"))
                 x = tl.maximum(x, y)
@@ -197,8 +197,8 @@ def sample_kernel(
         last = lo.to(tl.int32)
         over = tl.zeros((LANES,), tl.int32)
         held = tl.zeros((LANES,), tl.float64)
-        for start in range(0, size, LANES):
-            i = start + lane
+        for at in range(0, size, LANES):
+            i = at + lane
             x = tl.load(list_logits + r * CANDIDATES + i, mask=use_list & (i < size), other=float("-inf"))
             y = tl.load(row + i, mask=(count == 0) & (i < size), other=float("-inf"))
             x = tl.maximum(x, y)
@@ -215,8 +215,8 @@ def sample_kernel(
         for _ in range(0, 32):
             middle = (lo + hi + 1) >> 1
             held = tl.zeros((LANES,), tl.float64)
-            for start in range(0, size, LANES):
-                i = start + lane
+            for at in range(0, size, LANES):
+                i = at + lane
                 x = tl.load(list_logits + r * CANDIDATES + i, mask=use_list & (i < size), other=float("-inf"))
                 y = tl.load(row + i, mask=(count == 0) & (i < size), other=float("-inf"))
                 x = tl.maximum(x, y)
@@ -226,8 +226,8 @@ def sample_kernel(
             lo = tl.where(enough, middle, lo)
             hi = tl.where(enough, hi, middle - 1)
         held = tl.zeros((LANES,), tl.float64)
-        for start in range(0, size, LANES):
-            i = start + lane
+        for at in range(0, size, LANES):
+            i = at + lane
             x = tl.load(list_logits + r * CANDIDATES + i, mask=use_list & (i < size), other=float("-inf"))
             y = tl.load(row + i, mask=(count == 0) & (i < size), other=float("-inf"))
             x = tl.maximum(x, y)
@@ -242,8 +242,8 @@ def sample_kernel(
     best = tl.full((), float("-inf"), tl.float64)
     token = tl.zeros((), tl.int64)
     equal_before = tl.zeros((), tl.int64)
-    for start in range(0, size, LANES):
-        i = start + lane
+    for at in range(0, size, LANES):
+        i = at + lane
         x = tl.load(list_logits + r * CANDIDATES + i, mask=use_list & (i < size), other=float("-inf"))
         y = tl.load(row + i, mask=(count == 0) & (i < size), other=float("-inf"))
         x = tl.maximum(x, y)
