@@ -151,6 +151,7 @@ def serve(core: EngineCore, options: ServerOptions, model_name: str, listener: s
         return lifecycle.status, stopped
 
     status, stopped = asyncio.run(main())
+    core.close()
     logger.info("the server has ended with status %d", status)
     if not stopped:  # the thread hangs in a step: the interpreter would wait for what it holds
         logging.shutdown()

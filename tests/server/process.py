@@ -93,6 +93,7 @@ def oracle_core(args: EngineArgs, faults: Mapping[str, Any]) -> EngineCore:
         eos_token_ids={256},
         seed=args.seed,
         log_stats=not args.disable_log_stats,
+        record_trace=args.record_trace,
     )
     if "die" in faults:
         schedule = core.scheduler.schedule

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.cli import main
 from engine.http_client import Connection, HttpError, get_json
 from tests.server.servers import request, samples, wait_for
 
@@ -42,7 +43,7 @@ def serving(command: list[str]) -> Iterator[tuple[str, int, Path]]:
             assert isinstance(found, re.Match), log.read_text()
             yield found[1], process.pid, log
             process.terminate()
-            assert process.wait(40) == 0
+            assert process.wait(60) == 0, log.read_text()
         finally:
             if process.poll() is None:
                 process.kill()
@@ -120,8 +121,9 @@ async def load(url: str, pid: int, seconds: float, most: int) -> tuple[Counter[s
     return seen, memory
 
 
-def check(command: list[str], seconds: float, most: int, flat: float) -> None:
-    with serving(command) as (url, pid, log):
+def check(command: list[str], seconds: float, most: int, flat: float, trace: Path) -> None:
+    """Load, then look at what is left; and at the end the recorded trace obeys the laws."""
+    with serving([*command, "--record-trace", str(trace)]) as (url, pid, log):
 
         def metrics() -> dict[str, float]:
             return samples(request(f"{url}/metrics")[1])
@@ -158,20 +160,23 @@ def check(command: list[str], seconds: float, most: int, flat: float) -> None:
         third = len(memory) // 3  # the first third is warming up
         assert max(memory[-3:]) - memory[third] < flat, f"memory grows: {memory}"
         assert not re.search(r"ERROR|CRITICAL|Traceback|Exception", log.read_text()), log.read_text()
+    lines = sum(1 for _ in trace.open())
+    assert lines > now["lawful:engine_steps_total"]
+    assert main(["audit", str(trace)]) == 0
 
 
 @pytest.mark.timeout(180)
-def test_two_hundred_clients_for_a_quarter_of_a_minute() -> None:
+def test_two_hundred_clients_for_a_quarter_of_a_minute(tmp_path: Path) -> None:
     """On the KV oracle, with a pool for a few of them."""
     oracle = ["-m", "tests.server.process", '{"delay": 0.002}', "serve"]
     pool = ["--num-gpu-blocks-override", "120", "--num-cpu-blocks-override", "40", "--max-num-seqs", "48"]
-    check([*oracle, *pool, "--max-queued-requests", "150"], 15, 40, flat=48)
+    check([*oracle, *pool, "--max-queued-requests", "150"], 15, 40, flat=48, trace=tmp_path / "trace")
 
 
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_two_hundred_clients_on_the_embedded_model_for_two_minutes() -> None:
+def test_two_hundred_clients_on_the_embedded_model_for_two_minutes(tmp_path: Path) -> None:
     pool = ["--num-gpu-blocks-override", "120", "--num-cpu-blocks-override", "40", "--max-num-seqs", "32"]
     limits = ["--max-model-len", "512", "--max-num-batched-tokens", "256", "--drain-timeout", "30"]
-    check(["-m", "engine", "serve", *pool, *limits], 120, 24, flat=64)
+    check(["-m", "engine", "serve", *pool, *limits], 120, 24, flat=64, trace=tmp_path / "trace")
