@@ -571,3 +571,18 @@ def test_the_watermark_binds_only_while_others_run(watermark: int, admitted: int
     for _ in range(3):
         s.add(R(p=12, m=1))
     assert len(s.schedule().groups) == admitted
+
+
+@pytest.mark.parametrize("watermark", [0, 1, 9])
+def test_a_group_that_needs_the_whole_pool_is_admitted_when_nothing_runs(watermark: int) -> None:
+    s = world(3, watermark_blocks=watermark)
+    s.add(R(p=12, m=1))
+    assert len(s.schedule().groups) == 1
+
+
+def test_a_scheduler_uses_the_blocks_that_it_is_given() -> None:
+    c = config(block_size=4)
+    blocks = BlockManager(4, 8, 0)
+    assert Scheduler(c, blocks).blocks is blocks
+    own = Scheduler(c).blocks
+    assert (own.gpu_free, own.cpu_free) == (8, 0)
