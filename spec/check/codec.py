@@ -98,32 +98,46 @@ class Codec:
 
     def encode(self, s: Any) -> bytes:
         """The key of a scheduler at a step boundary; UnfaithfulError if what the key leaves out is not as derived."""
+        core, waiting = self.parts(s)
+        return b"".join((core, bytes((len(waiting),)), *waiting))
+
+    def parts(self, s: Any) -> tuple[bytes, tuple[bytes, ...]]:
+        """The key in two: all but the waiting groups, which come one by one."""
         if s._plan is not None or s._aborting:
             raise UnfaithfulError
-        head = [len(s.running), len(s.swapped), len(s.waiting), s.decodes_owed]
+        running, swapped = s.running, s.swapped
+        core = [len(running), len(swapped), s.decodes_owed]
         for name in self.extra:
-            head.append(getattr(s, name))
+            core.append(getattr(s, name))
         arrival = -1
         groups = s.groups
         count = 0
-        for queue, status in zip((s.running, s.swapped, s.waiting), self.statuses, strict=True):
+        for queue, status in ((running, self.statuses[0]), (swapped, self.statuses[1])):
             for g in queue:
                 if g.status is not status or g.tokens or g.arrival <= arrival or groups.get(g.request_id) is not g:
                     raise UnfaithfulError
                 arrival = g.arrival
                 count += 1
-                head += _COUNTS(g)
-                head.append(len(g.branches))
-                head.append(len(g.tables))
-                head += g.branches
-                head += map(len, g.tables)
-        if count != len(groups):
-            raise UnfaithfulError
+                core += _COUNTS(g)
+                core.append(len(g.branches))
+                core.append(len(g.tables))
+                core += g.branches
+                core += map(len, g.tables)
+        status = self.statuses[2]
+        waiting = []
         for g in s.waiting:
+            if g.status is not status or g.tokens or g.arrival <= arrival or groups.get(g.request_id) is not g:
+                raise UnfaithfulError
+            arrival = g.arrival
+            count += 1
             if any(g.tables):
                 raise UnfaithfulError
+            waiting.append(bytes((*_COUNTS(g), len(g.branches), len(g.tables), *g.branches)))
+        if count != len(groups):
+            raise UnfaithfulError
         blocks = s.blocks
-        return b"".join((bytes(head), self._named(s.running, blocks.gpu), self._named(s.swapped, blocks.cpu)))
+        named = self._named(running, blocks.gpu), self._named(swapped, blocks.cpu)
+        return b"".join((bytes(core), *named)), tuple(waiting)
 
     @staticmethod
     def _named(queue: Any, pool: Any) -> bytes:
@@ -150,59 +164,66 @@ class Codec:
         idle = self.idle
         s = object.__new__(self.scheduler_class)
         vars(s).update(vars(idle))
-        n_running, n_swapped, n_waiting, owed = key[:4]
+        n_running, n_swapped, owed = key[:3]
         s.decodes_owed = owed == 1
-        at = 4
+        at = 3
         for name in self.extra:
             setattr(s, name, type(getattr(idle, name))(key[at]))
             at += 1
-        count = n_running + n_swapped + n_waiting
-        everyone = []
-        size, make = self.size, self.group_class
-        running, swapped, waiting = self.statuses
-        for rank in range(count):
-            g = object.__new__(make)
-            g.request_id = NAMES[rank]
-            g.arrival = rank
-            (
-                g.prompt_len,
-                g.n,
-                g.max_tokens,
-                g.live,
-                g.known,
-                g.deficit,
-                forked,
-                tail_shared,
-                g.held,
-                branches,
-                tables,
-            ) = key[at : at + 11]
-            g.forked = forked == 1
-            g.tail_shared = tail_shared == 1
-            g.shared_blocks = g.prompt_len // size
-            g.shared_tokens = g.shared_blocks * size
-            g.tokens = g.num_preemptions = 0
-            at += 11
-            g.branches = list(key[at : at + branches])
-            at += branches
+        everyone: list[Any] = []
+        for rank in range(n_running + n_swapped):
+            g, at = self._restore_group(key, at, rank, self.statuses[0 if rank < n_running else 1])
+            tables = len(g.tables)
             g.tables = list(key[at : at + tables])  # their lengths, for now
             at += tables
-            g.status = running if rank < n_running else swapped if rank < n_running + n_swapped else waiting
             everyone.append(g)
         s.running = deque(everyone[:n_running])
-        s.swapped = deque(everyone[n_running : n_running + n_swapped])
-        s.waiting = deque(everyone[n_running + n_swapped :])
+        s.swapped = deque(everyone[n_running:])
         blocks = object.__new__(type(idle.blocks))
-        blocks.block_size = size
+        blocks.block_size = self.size
         blocks.gpu, at = self._restore_pool(idle.blocks.gpu, s.running, key, at)
         blocks.cpu, at = self._restore_pool(idle.blocks.cpu, s.swapped, key, at)
-        for g in s.waiting:
-            g.tables = [[] for _ in g.tables]
         s.blocks = blocks
+        s.waiting = deque()
+        n_waiting = key[at]
+        at += 1
+        for _ in range(n_waiting):
+            g, at = self._restore_group(key, at, len(everyone), self.statuses[2])
+            everyone.append(g)
+            s.waiting.append(g)
         s.groups = {g.request_id: g for g in everyone}
-        s.num_arrivals = count
+        s.num_arrivals = len(everyone)
         s._log, s._departed, s._aborting = [], [], []
         return s
+
+    def _restore_group(self, key: bytes, at: int, rank: int, status: Any) -> tuple[Any, int]:
+        """A group without blocks."""
+        g = object.__new__(self.group_class)
+        g.request_id = NAMES[rank]
+        g.arrival = rank
+        (
+            g.prompt_len,
+            g.n,
+            g.max_tokens,
+            g.live,
+            g.known,
+            g.deficit,
+            forked,
+            tail_shared,
+            g.held,
+            branches,
+            tables,
+        ) = key[at : at + 11]
+        g.forked = forked == 1
+        g.tail_shared = tail_shared == 1
+        g.shared_blocks = g.prompt_len // self.size
+        g.shared_tokens = g.shared_blocks * self.size
+        g.tokens = g.num_preemptions = 0
+        at += 11
+        g.branches = list(key[at : at + branches])
+        g.tables = [[] for _ in range(tables)]
+        g.status = status
+        return g, at + branches
 
     def _restore_pool(self, idle: Any, queue: Any, key: bytes, at: int) -> tuple[Any, int]:
         pool = object.__new__(self.pool_class)
@@ -223,47 +244,5 @@ class Codec:
         return pool, at
 
 
-class Saved:
-    """A scheduler as it is now, to come back to: `load` undoes whatever was done to it since."""
-
-    __slots__ = ("_fields", "_log", "_pools", "_rows", "_s")
-
-    def __init__(self, s: Any) -> None:
-        self._s = s
-        self._fields = dict(vars(s))
-        self._log = len(s._log)
-        self._rows = [(g, _ALL(g), [*g.branches], [[*table] for table in g.tables]) for g in s.groups.values()]
-        self._pools = [(pool, [*pool.free], [*pool.refs]) for pool in (s.blocks.gpu, s.blocks.cpu)]
-        # the scheduler goes on with copies, the originals stay as they are
-        self.load()
-
-    def load(self) -> Any:
-        """The scheduler, as it was."""
-        s, fields = self._s, self._fields
-        own = vars(s)
-        own.update(fields)
-        own["running"], own["swapped"], own["waiting"] = (
-            fields["running"].copy(),
-            fields["swapped"].copy(),
-            fields["waiting"].copy(),
-        )
-        own["groups"] = fields["groups"].copy()
-        own["_departed"], own["_aborting"] = fields["_departed"].copy(), fields["_aborting"].copy()
-        del fields["_log"][self._log :]  # shared with the plan under way
-        for g, values, branches, tables in self._rows:
-            _put_all(g, values)
-            g.branches = [*branches]
-            g.tables = [[*table] for table in tables]
-        for pool, free, refs in self._pools:
-            pool.free = [*free]
-            pool.refs = [*refs]
-        return s
-
-
 _IDS = bytes(range(256))
 _COUNTS = attrgetter("prompt_len", "n", "max_tokens", "live", "known", "deficit", "forked", "tail_shared", "held")
-_PLAIN_FIELDS = tuple(sorted(set(GROUP_FIELDS) - {"branches", "tables"}))
-_ALL = attrgetter(*_PLAIN_FIELDS)
-_space: dict[str, Any] = {}
-exec(f"def put(g, values):\n    {', '.join('g.' + name for name in _PLAIN_FIELDS)} = values", _space)
-_put_all: Callable[[Any, Any], None] = _space["put"]
