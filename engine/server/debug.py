@@ -11,6 +11,7 @@ from starlette.responses import Response
 from engine.core import EngineCore
 from engine.scheduler import Scheduler, SequenceGroup, contracts
 from engine.server.encoding import JsonResponse
+from engine.server.errors import ApiError
 from engine.server.service import service_of
 from engine.why import reasons
 
@@ -33,7 +34,10 @@ async def scheduler_state(request: Request, blocks: bool = False) -> Response:
         state = await llm.call(lambda core: describe(core, blocks), BOUNDARY_WAIT)
         state["at_boundary"] = True
     except TimeoutError:  # a step is under way and does not end: the state stands still meanwhile
-        state = describe(llm.core, blocks)
+        try:
+            state = describe(llm.core, blocks)
+        except (RuntimeError, LookupError):  # it ended this very moment
+            raise ApiError("the state changed while it was read; ask again", 503, code="busy") from None
         state["at_boundary"] = False
     state["health"] = llm.health() or "ok"
     state["model"] = service.model_names[0]

@@ -102,6 +102,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return ApiError(str(error.detail), error.status_code, headers=error.headers).response()
 
+    app.add_exception_handler(Exception, on_error)  # whatever it is, the body has this form
     app.add_exception_handler(ApiError, on_error)
     app.add_exception_handler(ValueError, on_error)
     app.add_exception_handler(UnavailableError, on_error)

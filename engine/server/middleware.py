@@ -19,7 +19,7 @@ from engine.server.streaming import CUT_OFF
 
 logger = logging.getLogger("lawful")
 
-PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/debug/")  # what needs a key, if keys are set
+OPEN = frozenset({"/health", "/version", "/metrics", "/ui", "/openapi.json"})  # what needs no key, if keys are set
 BODY_TIMEOUT = 60.0  # seconds that a client may take to send its body
 DISCARDED = 64 << 20  # bytes of a body that is too large which are read all the same,
 DISCARD_TIME = 2.0  # for so many seconds
@@ -45,7 +45,7 @@ class Gate:
         try:
             name = request_id_of(headers.get("x-request-id"))
             scope.setdefault("state", {})["request_id"] = name
-            self._check_key(scope["path"], headers)
+            self._check_key(scope["path"].removeprefix(scope.get("root_path", "")), headers)  # mounted, or not
             body = await self._read(headers, receive)
         except ApiError as error:
             await error.response()(scope, receive, send)
@@ -66,7 +66,7 @@ class Gate:
         await self.app(scope, receive_body, send_with_id)
 
     def _check_key(self, path: str, headers: Headers) -> None:
-        if not self.keys or not (path.startswith(PROTECTED)):
+        if not self.keys or path in OPEN:
             return
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip().encode(errors="replace") if kind.lower() == "bearer" else b""

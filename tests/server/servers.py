@@ -47,7 +47,7 @@ class Server:
         argv = ["serve", "--port", "0", "--device", "cpu", *flags]
         self.process = _context.Process(target=_run, args=(faults, argv, str(path)), daemon=True)
         self.process.start()
-        found = wait_for(lambda: re.search(r"on (http://\S+)", self.log) or not self.process.is_alive(), 60)
+        found = wait_for(lambda: re.search(r"on (http://\S+)", self.log) or not self.process.is_alive(), 120)
         if not isinstance(found, re.Match):
             said = self.log
             self.stop()

@@ -17,6 +17,7 @@ from engine.async_llm import AsyncLLM
 from engine.http_client import Connection
 from engine.server.app import create_app
 from engine.server.lifecycle import listen
+from engine.server.options import ServerOptions
 from tests.oracle import World
 
 pytestmark = pytest.mark.timeout(60)
@@ -82,3 +83,47 @@ def test_middleware_does_not_hide_that_a_client_has_gone(
     world.check_drained()
     assert world.core.stats.finished_by["abort"] == 1
     assert world.core.stats.steps < 3900
+
+
+def test_a_key_protects_a_mounted_application_too() -> None:
+    """What is open is listed; everything else, wherever it is mounted, needs the key."""
+    world = World(gpu=64)
+
+    def with_key(llm: AsyncLLM) -> FastAPI:
+        outer = FastAPI()
+        outer.mount("/llm", create_app(llm, ServerOptions(api_keys=("secret",), enable_ui=True)))
+        return outer
+
+    async def ask(url: str) -> None:
+        for path, status in (
+            ("/llm/v1/models", 401),
+            ("/llm/debug/scheduler", 401),
+            ("/llm/nothing", 401),
+            ("/llm/health", 200),
+            ("/llm/metrics", 200),
+            ("/llm/ui", 200),
+        ):
+            async with Connection(url, path) as answer:
+                assert answer.status == status, path
+        async with Connection(url, "/llm/v1/models", key="secret") as answer:
+            assert answer.status == 200
+
+    asyncio.run(with_app(world, with_key, ask))
+
+
+def test_an_error_that_nobody_foresaw_has_the_same_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(gpu=64)
+
+    def broken(self: object, *_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("engine.server.service.Service.check_model", broken)
+
+    async def ask(url: str) -> None:
+        async with Connection(url, "/v1/completions", {"prompt": [1]}) as answer:
+            assert answer.status == 500
+            error = (await answer.json())["error"]
+            assert (error["type"], error["code"]) == ("server_error", "internal_error")
+            assert "a bug" not in error["message"]
+
+    asyncio.run(with_app(world, create_app, ask))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from tests.server.servers import Server, running, wait_for
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 EXAMPLES = 20  # for each operation
 
