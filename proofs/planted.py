@@ -593,3 +593,15 @@ class TailForgottenAtTheFork(Scheduler):
     def _fork(self, group: SequenceGroup) -> None:
         super()._fork(group)
         group.tail_shared = False
+
+
+@planted("S9")
+class CopiesOfTheLastReturn(Scheduler):
+    """a swap-in's copies replace those listed before it in the step"""
+
+    def _swap_in_head(self, step: Step) -> bool:
+        before = list(step.plan.blocks_to_copy)
+        went_on = super()._swap_in_head(step)
+        if len(step.plan.blocks_to_copy) > len(before) > 0:
+            step.plan.blocks_to_copy = step.plan.blocks_to_copy[len(before) :]
+        return went_on
