@@ -129,16 +129,16 @@ class World:
 
     def step(self, finished_only: bool = False) -> list[RequestOutput]:
         """One step of the engine with every invariant checked after it."""
-        steps, had = len(self.plans), self.scheduler.has_unfinished()
+        steps, had, told = len(self.plans), self.scheduler.has_unfinished(), self.core.has_unfinished_requests()
         outputs = self.core.step(finished_only=finished_only)
         for output in outputs:
             assert output.request_id not in self.ended, "an output after the last one"
             self.outputs[output.request_id] = output
             if output.finished:
                 self.ended[output.request_id] = output
-        assert len(self.plans) == steps + had
-        if had:
-            assert not self.plans[-1].is_empty, "an empty step while work is unfinished"
+        assert len(self.plans) == steps + told
+        if told:
+            assert self.plans[-1].is_empty != had, "empty while work is unfinished, or not empty without any"
         self.check()
         return outputs
 

@@ -260,7 +260,7 @@ def test_an_abort_takes_every_branch_and_every_entry_with_it() -> None:
     world.check_drained()
     plan = world.scheduler.schedule()
     assert plan.is_empty
-    assert [g.request_id for g in plan.finished] == ["A"]
+    assert not plan.finished, "the runner was told in the step that gave the last output"
     world.scheduler.update(plan)
     for i in range(100):
         world.add(f"next{i}", p=5, n=2, m=2)

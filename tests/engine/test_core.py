@@ -391,3 +391,14 @@ def test_warnings_about_preemption_do_not_flood_the_log(caplog: pytest.LogCaptur
     assert world.core.stats.preemptions > 20
     assert len(warnings) == -(-world.core.stats.preemptions // 50)
     assert warnings[0].endswith("total_cumulative_preemption_cnt=1")
+
+
+def test_requests_that_come_and_go_between_steps_leave_nothing_behind() -> None:
+    w = World(gpu=8)
+    for i in range(20):
+        w.core.add_request(f"r{i}", [1, 2, 3], SamplingParams(max_tokens=2))
+        w.core.abort_request(f"r{i}")
+        assert [output.outputs[0].finish_reason for output in w.core.step()] == ["abort"]
+    assert w.core.stats.actions["abort"] == 20
+    assert not w.core.scheduler._log
+    assert not w.core.scheduler._departed or len(w.core.scheduler._departed) == 1
