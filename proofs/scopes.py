@@ -5,6 +5,7 @@ A count that changes means that the scheduler's behaviour changed: say why where
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from engine.scheduler import Scheduler, SchedulerConfig, SequenceGroup
@@ -99,74 +100,76 @@ SMALL: dict[str, Scope] = {
     ),
 }  # fmt: skip
 
-# the bulk of the states
+# the bulk of the states: many groups out of a small menu, so that most of them wait
 LARGE: dict[str, Scope] = {
-    "chunked-n3-cpu6-five-groups": scope(
-        49819, 97970, gpu=9, cpu=6, size=1, tokens=6, seqs=6, groups=5,
-        menu=((2, 2, 4), (1, 1, 5), (1, 3, 3), (3, 1, 4)), **QUIET,
+    "chunked-n3-cpu6": scope(
+        43327, 85782, gpu=9, cpu=6, size=1, tokens=6, seqs=6, groups=6, menu=((2, 2, 4), (1, 1, 5), (1, 3, 3)), **QUIET
     ),
     "chunked-swap-bs3-watermark": scope(
-        68423, 135650, gpu=7, cpu=2, size=3, tokens=5, seqs=5, groups=5, mode="swap", watermark=1,
-        menu=((2, 2, 5), (4, 1, 7), (1, 2, 4), (5, 1, 4)), **QUIET,
+        54296, 107995, gpu=7, cpu=2, size=3, tokens=5, seqs=5, groups=6, mode="swap", watermark=1,
+        menu=((2, 2, 5), (4, 1, 7), (1, 2, 4)), **QUIET,
     ),
-    "chunked-recompute-cpu0": scope(
-        42621, 80615, gpu=8, cpu=0, size=2, tokens=5, seqs=5, groups=5, mode="recompute",
-        menu=((3, 2, 5), (2, 1, 6), (1, 1, 7)), **QUIET,
+    "chunked-recompute-cpu0-nine-groups": scope(
+        67178, 133981, gpu=8, cpu=0, size=2, tokens=5, seqs=5, groups=9, mode="recompute",
+        menu=((3, 2, 5), (2, 1, 6)), **QUIET,
     ),
     "chunked-n2-every-stop": scope(
-        33495, 361465, gpu=9, cpu=4, size=2, tokens=5, seqs=5, groups=4,
-        menu=((1, 2, 4), (3, 1, 4), (2, 2, 5)), aborts=False,
+        9519, 84926, gpu=7, cpu=4, size=2, tokens=5, seqs=5, groups=5, menu=((1, 2, 4), (3, 1, 4)), aborts=False
     ),
     "prefill-first-n2-every-stop": scope(
-        42241, 362514, gpu=9, cpu=4, size=2, tokens=8, seqs=6, groups=4, chunked=False,
-        menu=((1, 2, 4), (3, 1, 4), (2, 1, 6)), aborts=False,
+        17602, 118704, gpu=7, cpu=4, size=2, tokens=8, seqs=5, groups=5, chunked=False, menu=((1, 2, 4), (3, 1, 4)),
+        aborts=False,
     ),
-    "prefill-first-swap-cpu5": scope(
-        39533, 72172, gpu=10, cpu=5, size=2, tokens=8, seqs=8, groups=5, chunked=False, mode="swap",
-        menu=((2, 2, 4), (1, 1, 7), (5, 1, 4)), **QUIET,
+    "prefill-first-swap-cpu3": scope(
+        64654, 127665, gpu=8, cpu=3, size=2, tokens=8, seqs=5, groups=6, chunked=False, mode="swap",
+        menu=((2, 2, 4), (1, 1, 6), (5, 1, 3)), **QUIET,
     ),
     "prefill-first-bs3": scope(
-        22985, 44332, gpu=7, cpu=3, size=3, tokens=10, seqs=6, groups=5, chunked=False,
-        menu=((4, 2, 5), (2, 1, 6), (3, 3, 3)), **QUIET,
+        34002, 66641, gpu=7, cpu=3, size=3, tokens=10, seqs=6, groups=7, chunked=False, menu=((4, 2, 5), (2, 1, 6)),
+        **QUIET,
     ),
     "chunked-n3-bs2-cpu3": scope(
-        53755, 105306, gpu=9, cpu=3, size=2, tokens=6, seqs=6, groups=5,
-        menu=((3, 3, 3), (1, 2, 4), (2, 1, 5), (4, 1, 3)), **QUIET,
-    ),
-    "prefill-first-n2-cpu4": scope(
-        40631, 76645, gpu=9, cpu=4, size=2, tokens=9, seqs=6, groups=5, chunked=False,
-        menu=((2, 2, 5), (1, 1, 7), (4, 2, 3)), **QUIET,
+        46490, 92017, gpu=9, cpu=3, size=2, tokens=6, seqs=6, groups=6, menu=((3, 3, 3), (1, 2, 4), (2, 1, 5)), **QUIET
     ),
     "prefill-first-watermark": scope(
-        39661, 78336, gpu=9, cpu=3, size=2, tokens=9, seqs=5, groups=5, chunked=False, watermark=1,
-        menu=((1, 2, 4), (3, 1, 5), (2, 2, 3), (5, 1, 3)), **QUIET,
+        37467, 74375, gpu=9, cpu=3, size=2, tokens=9, seqs=5, groups=6, chunked=False, watermark=1,
+        menu=((1, 2, 4), (3, 1, 5), (2, 2, 3)), **QUIET,
     ),
-    "chunked-cpu4-six-groups": scope(
-        23641, 47043, gpu=8, cpu=4, size=1, tokens=5, seqs=5, groups=6,
-        menu=((1, 2, 4), (2, 1, 6), (3, 1, 4)), **QUIET,
+    "chunked-cpu4-seven-groups": scope(
+        71161, 142083, gpu=8, cpu=4, size=1, tokens=5, seqs=5, groups=7, menu=((1, 2, 4), (2, 1, 6), (3, 1, 4)), **QUIET
     ),
-    "chunked-swap-cpu6": scope(
-        45188, 89379, gpu=8, cpu=6, size=1, tokens=4, seqs=4, groups=5, mode="swap",
-        menu=((1, 2, 4), (2, 1, 5), (3, 1, 3), (1, 1, 6)), **QUIET,
+    "chunked-swap-cpu6-seven-groups": scope(
+        58478, 116785, gpu=8, cpu=6, size=1, tokens=4, seqs=4, groups=7, mode="swap",
+        menu=((1, 2, 4), (2, 1, 5), (3, 1, 3)), **QUIET,
     ),
 }  # fmt: skip
 
 
-# some ten million states, an hour on one core; -1: not counted yet
+def larger(name: str, groups: int, states: int = -1, edges: int = -1) -> Scope:
+    """A large scope with more groups at once; -1: not counted yet."""
+    return Scope(replace(LARGE[name].world, groups=groups), states, edges)
+
+
+# some ten million states, of large scopes with more groups at once, and of stops and aborts with more groups
 DEEP: dict[str, Scope] = {
-    "prefill-first-swap-five-groups": scope(
-        -1, -1, gpu=10, cpu=5, size=2, tokens=8, seqs=8, groups=5, chunked=False, mode="swap",
-        menu=((2, 2, 4), (1, 1, 7), (1, 3, 3), (5, 1, 4)), **QUIET,
+    "chunked-cpu4-ten-groups": larger("chunked-cpu4-seven-groups", 10),
+    "chunked-swap-cpu6-ten-groups": larger("chunked-swap-cpu6-seven-groups", 10),
+    "chunked-swap-bs3-watermark-nine-groups": larger("chunked-swap-bs3-watermark", 9),
+    "chunked-n3-cpu6-nine-groups": larger("chunked-n3-cpu6", 9),
+    "chunked-n3-bs2-cpu3-eight-groups": larger("chunked-n3-bs2-cpu3", 8),
+    "chunked-recompute-cpu0-thirteen-groups": larger("chunked-recompute-cpu0-nine-groups", 13),
+    "chunked-n2-every-stop-six-groups": larger("chunked-n2-every-stop", 6, 20403, 185894),
+    "prefill-first-n2-every-stop-six-groups": larger("prefill-first-n2-every-stop", 6, 38326, 263908),
+    "prefill-first-swap-cpu3-nine-groups": larger("prefill-first-swap-cpu3", 9),
+    "prefill-first-watermark-nine-groups": larger("prefill-first-watermark", 9),
+    "prefill-first-n2-cpu4-eleven-groups": scope(
+        -1, -1, gpu=9, cpu=4, size=2, tokens=9, seqs=6, groups=11, chunked=False, menu=((2, 2, 5), (1, 1, 7)), **QUIET
     ),
-    **{
-        f"{order}-{mode or 'any'}-bs{size}-six-groups": scope(
-            -1, -1, gpu=11, cpu=5, size=size, tokens=9, seqs=7, groups=6, chunked=order == "chunked", mode=mode,
-            menu=((2, 2, 4), (1, 1, 7), (5, 1, 4), (3, 2, 3)), **QUIET,
-        )
-        for order in ("chunked", "prefill-first")
-        for mode in (None, "swap")
-        for size in (1, 2)
-    },
+    "prefill-first-bs3-twelve-groups": larger("prefill-first-bs3", 12),
+    "prefill-first-swap-cpu5-seven-groups": scope(
+        87834, 167173, gpu=10, cpu=5, size=2, tokens=8, seqs=8, groups=7, chunked=False, mode="swap",
+        menu=((2, 2, 4), (1, 1, 7)), **QUIET,
+    ),
 }  # fmt: skip
 
 
