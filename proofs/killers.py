@@ -63,6 +63,8 @@ def worlds() -> dict[str, World]:
         "two tails": small(5, 4, 2, 10, 8, 10, ((1, 2, 4),), groups=4, preemption_mode="swap"),
         "lost branches": small(5, 0, 1, 3, 3, 6, ((1, 3, 2), (1, 1, 4)), groups=3, stops=True),
         "rebuilds, prefill first": small(7, 0, 2, 8, 4, 8, ((3, 2, 5), (2, 1, 5)), groups=3, aborts=True, **late),
+        "whole prompts": small(12, 0, 2, 6, 4, 6, ((4, 1, 2), (5, 2, 1)), groups=3, **late),
+        "any mode": small(7, 3, 1, 4, 4, 8, ((1, 2, 3), (1, 1, 4)), groups=3),
         "budget": small(9, 5, 4, 3, 3, 12, ((6, 3, 4), (3, 1, 6)), groups=2, stops=True),
     }  # fmt: skip
 

@@ -605,3 +605,28 @@ class CopiesOfTheLastReturn(Scheduler):
         if len(step.plan.blocks_to_copy) > len(before) > 0:
             step.plan.blocks_to_copy = step.plan.blocks_to_copy[len(before) :]
         return went_on
+
+
+class _Chunked:
+    """A configuration that says it is chunked."""
+
+    enable_chunked_prefill = True
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+@planted("S4p")
+class PromptsInPieces(Scheduler):
+    """prefill-first: a prompt that does not fit the budget left is begun all the same"""
+
+    def _admit_head(self, step: Step) -> bool:
+        config = self.config
+        self.config: Any = _Chunked(config)
+        try:
+            return super()._admit_head(step)
+        finally:
+            self.config = config

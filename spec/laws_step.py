@@ -134,8 +134,8 @@ def _brought_in(t: Step, v: Any) -> bool:
 
 @law("S4p", Kind.STEP, origin="vLLM's prefill-first order")
 def prefills_or_decodes(t: Step) -> Bool:
-    """prefill-first: a step that admits runs no decode, and a step that runs no prefill, or any decode that was
-    running, runs every running decode"""
+    """prefill-first: a step that admits runs no decode and computes each new prompt whole, and a step that runs no
+    prefill, or any decode that was running, runs every running decode"""
     if chunked(t):
         return True
     served = served_ids(t)
@@ -146,6 +146,7 @@ def prefills_or_decodes(t: Step) -> Bool:
     all_decode = every(disj(g.request_id in served, behind(g)) for g in t.mid.running)
     only_new = every(disj(v.was.request_id in admitted, behind(v.was)) for v in t.served)
     return conj(
+        every(disj(g.forked, t.given.get(g.request_id, 0) == g.deficit) for g in t.admitted),
         implies(bool(admitted), only_new),
         implies(disj(decoded, neg(prefilled)), all_decode),
     )
