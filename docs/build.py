@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,11 +15,18 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("spec", "engine", "kernels")
 
 
+def source_files(package: str) -> list[Path]:
+    """The package's files as they are committed; all there are where there is no checkout."""
+    listed = subprocess.run(["git", "ls-files", f"{package}/*.py"], cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.split()
+    return [ROOT / name for name in names] if names else list((ROOT / package).rglob("*.py"))
+
+
 def files_table() -> str:
     """One line for each source file: the first sentence of its docstring."""
     rows = []
     for package in PACKAGES:
-        for file in sorted((ROOT / package).rglob("*.py")):
+        for file in sorted(source_files(package)):
             docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
             if docstring:
                 rows.append(f"| `{file.relative_to(ROOT)}` | {docstring.splitlines()[0]} |")

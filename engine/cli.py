@@ -25,7 +25,10 @@ PROG = "lawful"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status: 0, 1 for an error that was explained, 2 for wrong usage, 130 on Ctrl-C."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:2] == ["bench", "throughput"]:
+        del words[1]  # the default kind, spelled out
+    args = parser.parse_args(words)
     if args.command is None:
         parser.print_help()
         return 2
@@ -86,11 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     bench = command("bench", _bench, "Measure throughput on prompts of synthetic lengths; or a server: bench serve.")
     _add_bench_args(bench)
     kinds = bench.add_subparsers(dest="kind", metavar="kind")
-    text = "The engine alone, all requests at once; this is the default."
-    alone = kinds.add_parser("throughput", help=text, description=text, formatter_class=Formatter)
-    alone.add_argument("-q", "--quiet", action="store_true", help="no progress, no log line, warnings only")
-    _add_bench_args(alone)
-    alone.set_defaults(run=_bench)
     serve_cli.add_bench_serve(kinds, Formatter)
 
     demo = command("demo", _demo, "Answer real prompts under memory pressure and show what the scheduler did.")

@@ -11,8 +11,6 @@ from engine.errors import ConfigError
 from engine.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from engine.models.config import ModelConfig
 
 logger = logging.getLogger("lawful")
@@ -100,6 +98,9 @@ class EngineArgs:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} is {value!r}; it must be an int of at least {low}")
+        for name in ("skip_tokenizer_init", "enable_chunked_prefill", "disable_log_stats"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ConfigError(f"seed is {self.seed!r}; it must be an int or None")
 
@@ -133,10 +134,13 @@ class EngineArgs:
             max_model_len = model.check_max_model_len(self.max_model_len)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        served = max_model_len  # lowered to the pool below, unless it was asked for
+        if self.num_gpu_blocks_override is not None and self.max_model_len is None:
+            served = min(served, max(2, self.num_gpu_blocks_override * self.block_size))
         config = SchedulerConfig(  # checks the rest of the arguments before any memory is counted
             num_gpu_blocks=1,
             block_size=self.block_size,
-            max_model_len=max_model_len,
+            max_model_len=served,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             enable_chunked_prefill=self.enable_chunked_prefill,
@@ -202,8 +206,3 @@ def free_memory(device: str) -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def torch_dtype_name(dtype: torch.dtype) -> str:
-    """float32 for torch.float32."""
-    return str(dtype).removeprefix("torch.")

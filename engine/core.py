@@ -6,6 +6,7 @@ that request with an error; the others, and the loop, go on.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import time
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from engine.branch import BranchOutput
 from engine.dump import dump_step
-from engine.errors import InvalidPromptError, RefusedError
+from engine.errors import InvalidParameterError, InvalidPromptError, RefusedError
 from engine.outputs import RequestMetrics, RequestOutput, completions
 from engine.request import RequestState, StepOutput
 from engine.runner import Runner
@@ -94,6 +95,12 @@ class EngineCore:
         self.observer: Observer | None = None
         self.moved: list[tuple[str, list[BranchOutput]]] = []
         self.failures = 0
+        self._torn = False  # a step is under way, or was broken off
+        self._names = itertools.count()
+
+    def new_id(self) -> str:
+        """A request id that no other call has returned."""
+        return str(next(self._names))
 
     def close(self) -> None:
         """End the trace, if one is recorded; everything else goes on."""
@@ -118,6 +125,8 @@ class EngineCore:
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         if priority != 0:
             raise RefusedError(f"priority is {priority}; only 0 is supported", "priority")
+        if params.stop and self.tokenizer is None:
+            raise InvalidParameterError("stop", list(params.stop), "empty where no tokenizer makes text")
         token_ids, text = self._tokenize(prompt, text)
         params.check_against_vocabulary(self.vocab_size)
         return token_ids, SequenceGroup(request_id, len(token_ids), n=params.width, max_tokens=params.max_tokens), text
@@ -183,8 +192,14 @@ class EngineCore:
         Its last output, with what it had and finish_reason "abort", comes with the next `step`.
         """
         request = self._requests.get(request_id)
-        if request is None or not self.scheduler.abort(request_id):
+        if request is None:
             return False
+        try:
+            if not self.scheduler.abort(request_id):
+                return False
+        except BaseException:
+            self._begin_anew()
+            raise
         request.aborted = True
         if request.group.status is Status.ABORTED:  # at a boundary it is gone already
             self._gone.append(self._depart(request))
@@ -197,10 +212,33 @@ class EngineCore:
     # the step
 
     def step(self, *, finished_only: bool = False) -> list[RequestOutput]:
-        """Run one step and return the outputs of every request that it moved, or of those that ended in it."""
+        """Run one step and return the outputs of every request that it moved, or of those that ended in it.
+
+        An interrupt while the model computes leaves every request in its place.  Torn out of its own books, by an
+        interrupt or a fault of its own, the engine begins anew and all requests end as aborted.
+        """
+        self._torn = True
+        try:
+            return self._step(finished_only)
+        finally:
+            if self._torn:
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """The scheduler's books cannot be trusted: an empty one, and an end for every request."""
+        logger.warning("the engine was torn out of a step and begins anew; %d requests end", len(self._requests))
+        self.close()  # a trace tells of one scheduler
+        self.scheduler = Scheduler(self.scheduler.config)
+        self._torn = False
+        for request in list(self._requests.values()):
+            request.group.status = Status.ABORTED
+            self._gone.append(self._depart(request))
+
+    def _step(self, finished_only: bool) -> list[RequestOutput]:
         outputs, self._gone = self._gone, []
         self.moved = []
         if not self.scheduler.has_unfinished() and not outputs:
+            self._torn = False
             return outputs  # if all have left, one empty plan still tells the runner so, and the scheduler forgets them
         plan = self.scheduler.schedule()
         self.stats.on_plan(plan)
@@ -215,12 +253,14 @@ class EngineCore:
             departed = self._known(self.scheduler.fail(plan, ()))
             self.stats.on_update(plan, 0)
             self._gone = outputs + [self._depart(request) for request in departed]
+            self._torn = False
             raise
         else:
             outputs += self._on_result(plan, result, finished_only)
         if self.observer is not None:
             self.observer.on_step(plan, now, time.monotonic())
         self.stats.maybe_log(self.scheduler.counts())
+        self._torn = False
         return outputs
 
     def _on_result(self, plan: Plan, result: StepOutput, finished_only: bool) -> list[RequestOutput]:

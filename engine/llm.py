@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,7 +55,14 @@ def build_core(args: EngineArgs) -> EngineCore:
         memory = free_memory(device) - peak
         logger.info("the largest step takes %.2f GiB beside weights and cache", peak / 2**30)
     config = args.scheduler_config(model_config, block_bytes, device, memory)
-    cache = KVCache(model_config, config.num_gpu_blocks, config.num_cpu_blocks, args.block_size, dtype, device)
+    try:
+        cache = KVCache(model_config, config.num_gpu_blocks, config.num_cpu_blocks, args.block_size, dtype, device)
+    except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # torch's own words help nobody here
+        wanted = (config.num_gpu_blocks + config.num_cpu_blocks) * block_bytes
+        raise ConfigError(
+            f"the KV cache of {config.num_gpu_blocks} GPU and {config.num_cpu_blocks} CPU blocks takes {wanted} bytes, "
+            "which could not be had; lower num_gpu_blocks_override, swap_space or num_cpu_blocks_override"
+        ) from error
     runner: Runner
     if uses_triton(cache.device_pool):
         runner = GpuRunner(model, model_config, cache, device, sampler, config.seqs, config.max_model_len)
@@ -110,7 +117,7 @@ class LLM:
 
     def _start(self, core: EngineCore) -> None:
         self.core = core
-        self._ids = itertools.count()
+        self._busy = threading.Lock()
 
     def close(self) -> None:
         """End the trace, if one is recorded: without it the trace ends when the process does."""
@@ -170,27 +177,52 @@ class LLM:
                 "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists"
             )
         chats: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
-        items: list[Prompt] = []
+        items: list[Prompt | Exception] = []
         for chat in chats:
-            check_messages(chat)
-            text = tokenizer.apply_chat_template(
-                chat, chat_template=chat_template, add_generation_prompt=add_generation_prompt
-            )
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            items.append({"prompt": text, "prompt_token_ids": ids})
+            try:
+                check_messages(chat)
+                text = tokenizer.apply_chat_template(
+                    chat, chat_template=chat_template, add_generation_prompt=add_generation_prompt
+                )
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                items.append({"prompt": text, "prompt_token_ids": ids})
+            except (ValueError, TypeError) as error:  # of this conversation alone
+                items.append(error)
         return self._run(items, _one_each(sampling_params, len(items)), use_tqdm, [0] * len(items))
 
     def _run(
-        self, items: list[Prompt], params: list[SamplingParams], use_tqdm: bool, priority: list[int]
+        self,
+        items: Sequence[Prompt | Exception],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+        priority: list[int],
+    ) -> list[RequestOutput]:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("this LLM is generating in another thread; give each thread its own, or use AsyncLLM")
+        try:
+            if self.core.has_unfinished_requests():
+                raise RuntimeError("the engine has unfinished requests of another caller; step it until they end")
+            return self._run_alone(items, params, use_tqdm, priority)
+        finally:
+            self._busy.release()
+
+    def _run_alone(
+        self,
+        items: Sequence[Prompt | Exception],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+        priority: list[int],
     ) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
         names: list[str] = []
         errors: list[Exception] = []
         try:
             for item, param, prio in zip(items, params, priority, strict=True):
-                name = str(next(self._ids))
+                name = self.core.new_id()
                 names.append(name)
                 try:
+                    if isinstance(item, Exception):
+                        raise item
                     prompt, text = prompt_of(item)
                     self.core.add_request(name, prompt, param, prompt_text=text, priority=prio)
                 except (ValueError, TypeError) as error:
@@ -220,6 +252,8 @@ class LLM:
             total=len(names), desc="Processed prompts", unit="req", disable=not use_tqdm, dynamic_ncols=True
         ) as bar:
             while not names <= results.keys():
+                if not self.core.has_unfinished_requests():
+                    raise RuntimeError(f"requests {sorted(names - results.keys())} left without an output")
                 for output in self.core.step(finished_only=True):
                     results[output.request_id] = output
                     bar.update(output.request_id in names)

@@ -57,7 +57,7 @@ def add_bench_serve(kinds: Any, formatter: Any) -> None:
     text = "A running server: requests arrive by themselves, whether or not it keeps up."
     bench = kinds.add_parser("serve", help=text, description=text, formatter_class=formatter)
     add = bench.add_argument
-    add("-q", "--quiet", action="store_true", help="no progress")
+    add("-q", "--quiet", action="store_true", default=argparse.SUPPRESS, help="no progress")
     add("--url", default="http://127.0.0.1:8000", metavar="URL", help="of the server")
     add("--api-key", metavar="KEY", help="if the server needs one (also LAWFUL_API_KEY)")
     add("--served-model", metavar="NAME", help="model to ask for (default: the server's first)")

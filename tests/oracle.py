@@ -23,7 +23,7 @@ from engine.outputs import RequestOutput
 from engine.request import RequestState, StepOutput
 from engine.sampler import Sampler
 from engine.sampling import SamplingParams
-from engine.scheduler import Plan, SchedulerConfig, SequenceGroup, Status
+from engine.scheduler import Plan, Scheduler, SchedulerConfig, SequenceGroup, Status
 from engine.tokenizer import Tokenizer
 from tests import worlds
 
@@ -93,7 +93,6 @@ class World:
         self.runner = CheckedRunner(self.vocab, gpu, cpu, bs, sampler, num_layers=2, favourites=favourites)
         self.runner.world = self
         self.core = EngineCore(config, self.runner, tokenizer, vocab_size=self.vocab, eos_token_ids=eos, seed=seed)
-        self.scheduler = self.core.scheduler
         self.shadow = worlds.Shadow(bs)
         self.before: Callable[[Plan], None] | None = None
         self.between: Callable[[Plan], None] | None = None
@@ -104,6 +103,11 @@ class World:
         self.ended: dict[str, RequestOutput] = {}
         self.asked: dict[str, tuple[Any, SamplingParams]] = {}
         self.empty_steps = 0
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The engine's: another one after it had to begin anew."""
+        return self.core.scheduler
 
     # requests
 

@@ -36,17 +36,6 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        if self.max_num_batched_tokens is None:
-            put(self, "max_num_batched_tokens", 2048 if self.enable_chunked_prefill else max(2048, self.max_model_len))
-        if self.max_num_seqs is None:
-            put(self, "max_num_seqs", min(256, self.tokens))
-        if isinstance(self.preemption_mode, str):
-            try:
-                put(self, "preemption_mode", PreemptionMode(self.preemption_mode))
-            except ValueError:
-                raise ConfigError(
-                    f"preemption_mode is {self.preemption_mode!r}; allowed are 'swap', 'recompute' and None"
-                ) from None
         for name, least_allowed in (
             ("num_gpu_blocks", 1),
             ("num_cpu_blocks", 0),
@@ -57,10 +46,25 @@ class SchedulerConfig:
             ("watermark_blocks", 0),
         ):
             value = getattr(self, name)
+            if value is None and name in ("max_num_batched_tokens", "max_num_seqs"):
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; it must be an int")
             if value < least_allowed:
                 raise ConfigError(f"{name} is {value}; it must be at least {least_allowed}")
+        if not isinstance(self.enable_chunked_prefill, bool):
+            raise ConfigError(f"enable_chunked_prefill is {self.enable_chunked_prefill!r}; it must be True or False")
+        if self.preemption_mode is not None:
+            try:  # an enum takes its members and their values, and nothing else
+                put(self, "preemption_mode", PreemptionMode(self.preemption_mode))
+            except ValueError:
+                raise ConfigError(
+                    f"preemption_mode is {self.preemption_mode!r}; allowed are 'swap', 'recompute' and None"
+                ) from None
+        if self.max_num_batched_tokens is None:
+            put(self, "max_num_batched_tokens", 2048 if self.enable_chunked_prefill else max(2048, self.max_model_len))
+        if self.max_num_seqs is None:
+            put(self, "max_num_seqs", min(256, self.tokens))
         if self.seqs > self.tokens:
             raise ConfigError(
                 f"max_num_seqs ({self.seqs}) exceeds max_num_batched_tokens ({self.tokens}): "

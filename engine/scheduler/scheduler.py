@@ -65,6 +65,8 @@ class Scheduler(Phases):
         """
         if group.request_id in self.groups:
             raise DuplicateError(group.request_id)
+        if group.arrival >= 0:
+            raise RefusedError(f"the group {group.request_id!r} was added before; make a new one", "used_group")
         group.max_tokens = self._fit(group)
         group.shared_blocks = group.prompt_len // self.config.block_size
         group.shared_tokens = group.shared_blocks * self.config.block_size
@@ -82,6 +84,9 @@ class Scheduler(Phases):
     def _fit(self, group: SequenceGroup) -> Int:
         """The group's max_tokens under max_model_len, and under the pool if it named none."""
         limit = self.config.max_model_len
+        for name, value in (("prompt_len", group.prompt_len), ("n", group.n), ("max_tokens", group.max_tokens)):
+            if isinstance(value, bool | float | str):  # a symbol is neither, and welcome
+                raise RefusedError(f"{name} is {value!r}; it must be an int", name)
         if group.prompt_len < 1:
             raise RefusedError("the prompt is empty; it must have at least 1 token", "empty_prompt")
         if group.n < 1:

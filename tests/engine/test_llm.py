@@ -390,3 +390,73 @@ def test_progress_is_shown_on_request_only(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == ""
     llm.generate(["a", "b"], SHORT)
     assert "Processed prompts: 100%" in capsys.readouterr().err
+
+
+def test_one_broken_conversation_does_not_stop_the_others() -> None:
+    llm = LLM.from_core(byte_world().core)
+    good = [{"role": "user", "content": "hi"}]
+    outputs = llm.chat([good, [{"role": "user"}], [{"role": "user", "content": "\ud800"}], good], SHORT, use_tqdm=False)
+    assert [bool(output.error) for output in outputs] == [False, True, True, False]
+    assert outputs[0].outputs[0].token_ids == outputs[3].outputs[0].token_ids
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    llm = LLM.from_core(World(gpu=16).core)
+    with pytest.raises(InvalidParameterError, match="stop must be empty"):
+        llm.generate([[5, 6]], SamplingParams(stop=["a"]), use_tqdm=False)
+
+
+def test_two_llms_over_one_engine_do_not_share_request_ids() -> None:
+    core = byte_world().core
+    first, second = LLM.from_core(core), LLM.from_core(core)
+    one, two = first.generate("a", SHORT, use_tqdm=False)[0], second.generate("a", SHORT, use_tqdm=False)[0]
+    assert one.request_id != two.request_id
+
+
+def test_requests_of_another_caller_are_not_swallowed() -> None:
+    core = byte_world().core
+    core.add_request("mine", [1, 2], SHORT)
+    with pytest.raises(RuntimeError, match="unfinished requests of another caller"):
+        LLM.from_core(core).generate("a", SHORT, use_tqdm=False)
+    outputs = []
+    while core.has_unfinished_requests():
+        outputs += core.step(finished_only=True)
+    assert [output.request_id for output in outputs] == ["mine"]
+
+
+def test_a_second_thread_is_told_so_at_once() -> None:
+    llm = LLM.from_core(byte_world().core)
+    llm._busy.acquire()
+    with pytest.raises(RuntimeError, match="generating in another thread"):
+        llm.generate("a", SHORT, use_tqdm=False)
+    llm._busy.release()
+    assert llm.generate("a", SHORT, use_tqdm=False)[0].finished
+
+
+@pytest.mark.parametrize("place", ["schedule", "update"])
+def test_an_interrupt_in_the_engines_own_books_leaves_it_usable(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = byte_world()
+    llm = LLM.from_core(world.core)
+    alone = llm.generate("abc", SHORT, use_tqdm=False)[0].outputs[0].token_ids
+
+    def torn(*_: Any, **__: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(world.core.scheduler, place, torn)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc", "de"], SHORT, use_tqdm=False)
+    assert not world.core.has_unfinished_requests()
+    assert llm.generate("abc", SHORT, use_tqdm=False)[0].outputs[0].token_ids == alone
+    assert world.core.scheduler.counts().gpu_blocks_used == 0
+
+
+def test_prefill_first_is_checked_against_the_length_that_the_pool_allows(checkpoint: Path) -> None:
+    llm = dummy(checkpoint, enable_chunked_prefill=False, num_gpu_blocks_override=8, max_num_batched_tokens=32)
+    assert llm.core.scheduler.config.max_model_len == 32
+
+
+@pytest.mark.parametrize("blocks", [10**11, 10**30])
+def test_a_pool_that_cannot_be_had_is_named(checkpoint: Path, blocks: int) -> None:
+    with pytest.raises(ConfigError, match=str(blocks)):
+        dummy(checkpoint, num_gpu_blocks_override=blocks)
