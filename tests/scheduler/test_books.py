@@ -26,7 +26,7 @@ from engine.scheduler import (
     Status,
 )
 from engine.scheduler.blocks import BlockManager, BlockPool
-from tests.worlds import R, Run, ids, world
+from tests.worlds import R, Run, assert_empty, ids, world
 
 # configuration
 
@@ -586,3 +586,54 @@ def test_a_scheduler_uses_the_blocks_that_it_is_given() -> None:
     assert Scheduler(c, blocks).blocks is blocks
     own = Scheduler(c).blocks
     assert (own.gpu_free, own.cpu_free) == (8, 0)
+
+
+def drain(s: Scheduler) -> None:
+    while s.has_unfinished():
+        s.update(s.schedule())
+    assert_empty(s)
+
+
+def rebuilding_beside_a_decode() -> tuple[Scheduler, SequenceGroup, SequenceGroup]:
+    """Prefill-first: A decodes, and B, whose rebuild takes two steps, has just had the first of them."""
+    s = world(12, bs=2, t=11, s=8, length=11, enable_chunked_prefill=False, preemption_mode="recompute")
+    s.add(R(p=5, m=6, id="x"))
+    a, b = s.add(R(p=1, m=10, id="a")), s.add(R(p=1, n=3, m=5, id="b"))
+    while not b.num_preemptions:
+        s.update(s.schedule())
+    s.abort("x")
+    plan = s.schedule()
+    assert [(g.request_id, tokens) for g, tokens in plan.groups] == [("b", 11)]
+    s.update(plan)
+    assert (a.is_decode, b.is_decode, b.deficit, s.decodes_owed) == (True, False, 4, True)
+    return s, a, b
+
+
+def test_a_rebuild_in_two_pieces_lets_decodes_have_their_turn_between() -> None:
+    s, _, _ = rebuilding_beside_a_decode()
+    for served, owed in ((["a"], False), (["b"], True), (["a"], False)):
+        plan = s.schedule()
+        assert (ids(g for g, _ in plan.groups), s.decodes_owed) == (served, owed)
+        s.update(plan)
+    drain(s)
+
+
+def test_a_turn_owed_to_a_stream_that_has_left_is_not_an_empty_step() -> None:
+    s, _, _ = rebuilding_beside_a_decode()
+    s.abort("a")
+    plan = s.schedule()
+    assert ids(g for g, _ in plan.groups) == ["b"]
+    s.update(plan)
+    drain(s)
+
+
+def test_a_swapped_group_that_is_aborted_gives_its_blocks_back() -> None:
+    s = world(6, cpu=4, preemption_mode="swap")
+    s.add(R(p=7, m=14, id="a"))
+    b = s.add(R(p=7, m=12, id="b"))
+    while not s.swapped:
+        s.update(s.schedule())
+    assert s.blocks.cpu_free == 4 - b.held < 4
+    assert s.abort("b")
+    assert (list(s.swapped), s.blocks.cpu_free, b.held, b.status) == ([], 4, 0, Status.ABORTED)
+    drain(s)
