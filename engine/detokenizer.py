@@ -17,8 +17,10 @@ class Detokenizer:
     prompt_token_ids: context only.  A prompt may end inside a character: the character belongs to the output if the
     output completes it, and leaves no trace if it does not.
 
-    The text of `append` calls and a last `flush`, joined, is the tokenizer's decode of the whole output (where that
-    does not depend on the prompt).  The work for a token does not depend on how many came before it.
+    The text of `append` calls and a last `flush`, joined, is the tokenizer's decode of the whole output, where that
+    does not depend on the prompt.  Bytes that are no UTF-8 become U+FFFD as Python decodes them: a SentencePiece
+    tokenizer may write another number of these for the same bytes.  The work for a token does not depend on how many
+    came before it.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class _TextStream:
     """For all other tokenizers: decode a window twice, without and with the new tokens, and take the difference.
 
     The window starts where text last came out, so that what a decoder does at the start of a text (dropping a space)
-    happens in both.
+    happens in both.  Of tokens that give no text it keeps the last few, so that it cannot grow.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int], skip_special_tokens: bool) -> None:
@@ -88,6 +90,8 @@ class _TextStream:
         known, whole = self._texts()
         unfinished = whole.endswith("\ufffd") and len(self._window) - self._known < _CONTEXT
         if unfinished or len(whole) <= len(known):
+            if len(self._window) - self._known > _CONTEXT:
+                del self._window[self._known]
             return ""
         self._window = self._window[self._known :]
         self._known = len(self._window)

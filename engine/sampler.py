@@ -138,8 +138,17 @@ class Sampler:
         if not draws:
             return []
         logits = logits.float()
-        if uses_triton(logits):
-            return self._sample_on_device(logits, draws)
+        form = self._sample_on_device if uses_triton(logits) else self._sample_together
+        try:
+            return form(logits, draws)
+        except Exception as error:
+            if len(draws) == 1:
+                return [_own(error)]
+            # Nobody knows whose it was: each row once more, alone.  Processors may so be called twice for a token.
+            return [self.sample(logits[r : r + 1], [draws[r]])[0] for r in range(len(draws))]
+
+    def _sample_together(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | Exception]:
+        """All rows at once, by torch."""
         params = [request.params for request, _ in draws]
         raw = torch.log_softmax(logits, dim=-1)
         work, errors = self._edited(logits, draws)
@@ -220,7 +229,7 @@ class Sampler:
                 if penalties:
                     _penalize(work[r], params, request.prompt_token_ids, output)
             except Exception as error:  # whatever it is, it is this request's own
-                errors[r] = error if isinstance(error, SamplingError) else SamplingError(f"sampling failed: {error!r}")
+                errors[r] = _own(error)
         return work, errors
 
     def _edit(self, row: Tensor, original: Tensor, request: RequestState, output: list[int]) -> None:
@@ -256,11 +265,11 @@ class Sampler:
         scores /= torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)[:, None]
         cut = [r for r, p in enumerate(params) if p.top_p < 1 or 0 < p.top_k < self.vocab_size]
         if cut:
-            top_k = [params[r].top_k if params[r].top_k > 0 else self.vocab_size for r in cut]
+            top_k = [min(params[r].top_k, self.vocab_size) if params[r].top_k > 0 else self.vocab_size for r in cut]
             rows = torch.tensor(cut, device=device)
             scores[rows] = keep_most_likely(
                 scores[rows],
-                torch.tensor(top_k, device=device).clamp_(max=self.vocab_size),
+                torch.tensor(top_k, device=device),
                 torch.tensor([params[r].top_p for r in cut], dtype=torch.float64, device=device),
             )
         if any(p.min_p > 0 for p in params):
@@ -275,6 +284,15 @@ class Sampler:
             for column in zip(*((q.seed, b, len(q.outputs[b])) for q, b in draws), strict=True)
         )
         return draw(scores, draw_keys(seeds, branches, positions))
+
+
+def _own(error: Exception) -> SamplingError:
+    """Any error as one of the row's own."""
+    if isinstance(error, SamplingError):
+        return error
+    own = SamplingError(f"sampling failed: {error!r}")
+    own.__cause__ = error
+    return own
 
 
 def _penalize(row: Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     LogitsProcessor = Callable[[list[int], Tensor], Tensor]
 
 MAX_LOGPROBS = 20  # as in the OpenAI API; each one costs a part of every answer
+MAX_COUNT = 2**63 - 1  # of tokens or branches
 MAX_STOP_STRINGS = 64  # every stop string is followed through every character of the output
 MAX_STOP_LENGTH = 4096  # characters of one stop string
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: dividing by it says nothing more and may overflow
@@ -102,18 +103,18 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
-    logits_processors: Sequence[LogitsProcessor] | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = field(default=None, hash=False)
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         put = self._put
-        put("n", _integer("n", self.n, 1))
+        put("n", _count("n", self.n, 1))
         if self.best_of is not None:
-            put("best_of", _integer("best_of", self.best_of, self.n, low_is=f"n = {self.n}"))
+            put("best_of", _count("best_of", self.best_of, self.n, low_is=f"n = {self.n}"))
         put("presence_penalty", _number("presence_penalty", self.presence_penalty, -2, 2))
         put("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2, 2))
         put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0, 2, above=True))
@@ -124,8 +125,8 @@ class SamplingParams:
         if self.seed is not None:
             put("seed", _integer("seed", self.seed, -(2**63), 2**63 - 1))
         if self.max_tokens is not None:
-            put("max_tokens", _integer("max_tokens", self.max_tokens, 1))
-        put("min_tokens", _integer("min_tokens", self.min_tokens, 0))
+            put("max_tokens", _count("max_tokens", self.max_tokens, 1))
+        put("min_tokens", _count("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
         if self.logprobs is not None:
@@ -215,6 +216,14 @@ def _integer(
     below = low_is or str(low)
     span = f"an integer of {below} or more" if high is None else f"an integer from {below} to {high}"
     raise InvalidParameterError(name, value, span + note)
+
+
+def _count(name: str, value: object, low: int, *, low_is: str | None = None) -> int:
+    """`value` as an int of at least `low` that is a count of something: no message or metric can hold a larger one."""
+    number = _integer(name, value, low, low_is=low_is)
+    if number > MAX_COUNT:
+        raise InvalidParameterError(name, value, f"an integer from {low_is or low} to {MAX_COUNT}")
+    return number
 
 
 def _number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> float:

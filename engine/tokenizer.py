@@ -122,10 +122,16 @@ class FastTokenizer(Tokenizer):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         _utf8(text)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises plain ones: a vocabulary without an unknown token, say
+            raise TokenizerError(f"the tokenizer cannot encode this text: {error}") from error
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        try:
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except Exception as error:
+            raise TokenizerError(f"the tokenizer cannot decode these tokens: {error}") from error
 
     def token_bytes(self, token_id: int) -> bytes | None:
         if self._pieces is None:
@@ -192,19 +198,30 @@ class ByteTokenizer(Tokenizer):
 def get_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer in a Hugging Face directory, or in the header of a GGUF file (or of the only one in a directory).
 
+    path: where it lies, or the name of an embedded model.
     Nothing is fetched and no code from the directory is run.  Raises TokenizerError when there is none.
     """
     path = Path(path)
     if is_gguf(path):
         return _from_gguf(path)
     if not path.is_dir():
-        raise TokenizerError(f"no tokenizer at {path}: it is neither a directory nor a GGUF file")
+        embedded = _embedded(str(path))
+        if embedded is None:
+            raise TokenizerError(f"no tokenizer at {path}: it is neither a directory nor a GGUF file")
+        return _from_gguf(embedded)
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         files = [file for file in sorted(path.glob("*.gguf")) if is_gguf(file)]
         if len(files) == 1:
             return _from_gguf(files[0])
         raise TokenizerError(f"no tokenizer files in {path}")
     return _from_transformers(path, None, _generation_eos(path))
+
+
+def _embedded(name: str) -> Path | None:
+    """The file of the embedded model of this name."""
+    from engine.models.load import EMBEDDED_MODELS, locate_model  # imports torch, which a tokenizer needs for no other
+
+    return locate_model(name).path if name in EMBEDDED_MODELS else None
 
 
 def _from_transformers(directory: Path, gguf_file: str | None, eos_token_ids: Iterable[int]) -> FastTokenizer:
@@ -228,13 +245,21 @@ def _from_transformers(directory: Path, gguf_file: str | None, eos_token_ids: It
 def _generation_eos(directory: Path) -> list[int]:
     """End tokens of generation_config.json: chat models name more than their tokenizer does."""
     file = directory / "generation_config.json"
-    value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
+    if not file.exists():
+        return []
+    try:
+        value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise TokenizerError(f"{file} does not hold a JSON object: {error}") from error
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _from_gguf(path: Path) -> FastTokenizer:
     """Byte-level BPE is built from the header at once; other kinds go through transformers' slower conversion."""
-    metadata = read_gguf_metadata(path)
+    try:
+        metadata = read_gguf_metadata(path)
+    except ValueError as error:
+        raise TokenizerError(str(error)) from error
     get = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}.get
     tokens: list[str] | None = get("tokens")
     if tokens is None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.models.errors import ModelLoadError
+from engine.models.fields import Fields
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "OPTForCausalLM")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_WIDTH = 2**24  # no vocabulary or matrix has more rows; a count above it is damage, and would ask for all memory
+_LAYERS, _HEADS, _POSITIONS = 2**12, 2**12, 2**31 - 1
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -61,7 +66,6 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
 
@@ -71,10 +75,13 @@ class ModelConfig:
     norm_affine: bool = True
 
     def __post_init__(self) -> None:
+        """What must hold between fields; each alone was checked when it was read."""
         if self.num_heads % self.num_kv_heads:
             raise ModelLoadError(f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ModelLoadError(f"sliding_window is {self.sliding_window}; it must be at least 1")
+        if self.architecture == "OPTForCausalLM" and self.num_heads * self.head_dim != self.hidden_size:
+            raise ModelLoadError(f"hidden_size {self.hidden_size} is not {self.num_heads} heads of {self.head_dim}")
+        if self.architecture != "OPTForCausalLM" and self.head_dim % 2:
+            raise ModelLoadError(f"head_dim is {self.head_dim}; it must be even, as rotary embedding pairs its halves")
 
     @property
     def max_context(self) -> int:
@@ -95,44 +102,43 @@ class ModelConfig:
         raise ValueError(f"max_model_len={wanted}, but the model takes 1 to {self.max_context} tokens")
 
 
-def _require(config: Mapping[str, Any], key: str, where: str, convert: Callable[[Any], Any] = int) -> Any:
-    """config[key], converted.  Raises ModelLoadError when it is absent or of the wrong kind."""
-    if config.get(key) is None:
-        raise ModelLoadError(f"{where} has no '{key}'")
-    try:
-        return convert(config[key])
-    except (TypeError, ValueError):
-        raise ModelLoadError(f"{where}: '{key}' is {config[key]!r}, not a number") from None
-
-
 def _refuse(condition: bool, where: str, what: str, allowed: str) -> None:
     if condition:
         raise ModelLoadError(f"{where}: {what} is not supported; supported: {allowed}")
 
 
-def _token_ids(*values: Any) -> tuple[int, ...]:
-    """Ids given as an int, a list or nothing, each once, in order."""
-    flat: list[int] = []
-    for value in values:
-        flat += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(int(token) for token in flat))
+def _built(where: str, **fields: Any) -> ModelConfig:
+    try:
+        return ModelConfig(**fields)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{where}: {error}") from None
 
 
-def _hf_rope(config: Mapping[str, Any], where: str) -> RopeConfig:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    _refuse(kind not in SUPPORTED_ROPE_TYPES, where, f"rope type {kind!r}", ", ".join(SUPPORTED_ROPE_TYPES))
-    partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-    _refuse(partial != 1.0, where, f"partial_rotary_factor {partial}", "1.0")
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+def _head_dim(fields: Fields, key: str, hidden: int, heads: int) -> int:
+    """The field `key`, else what is left of `hidden` for each head."""
+    if not fields.has(key) and hidden < heads:
+        raise ModelLoadError(f"{fields.where}: {heads} attention heads do not fit a hidden size of {hidden}")
+    return fields.integer(key, 1, _WIDTH, hidden // heads)
+
+
+def _hf_rope(config: Fields) -> RopeConfig:
+    scaling = config.inner("rope_parameters" if config.get("rope_parameters") not in (None, {}) else "rope_scaling")
+    kind = scaling.choice("rope_type" if scaling.has("rope_type") else "type", SUPPORTED_ROPE_TYPES, "default")
+    for fields in (scaling, config):
+        if fields.number("partial_rotary_factor", 1.0, 1.0) != 1.0:
+            raise fields.refuse("partial_rotary_factor", "1")
+    theta = (scaling if scaling.has("rope_theta") else config).number("rope_theta", 1e30, 10000.0)
     if kind == "default":
         return RopeConfig(theta)
-    factor = _require(scaling, "factor", f"{where}, rope scaling", float)
+    factor = scaling.number("factor", 2**20, least=1.0)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
-    low, high = (_require(scaling, f"{end}_freq_factor", f"{where}, rope scaling", float) for end in ("low", "high"))
-    original = _require(scaling, "original_max_position_embeddings", f"{where}, rope scaling")
-    return RopeConfig(theta, kind, factor, low, high, original)
+    low, high = (scaling.number(f"{end}_freq_factor", 2**20) for end in ("low", "high"))
+    if high <= low:
+        raise scaling.refuse("high_freq_factor", f"above low_freq_factor = {low:g}")
+    return RopeConfig(
+        theta, kind, factor, low, high, scaling.integer("original_max_position_embeddings", 1, _POSITIONS)
+    )
 
 
 def config_from_hf(
@@ -140,9 +146,12 @@ def config_from_hf(
 ) -> ModelConfig:
     """Read the contents of config.json and, if there is one, generation_config.json.
 
-    where: what messages call the file.  Raises ModelLoadError for what is missing or not supported.
+    where: what messages call the file.  Raises ModelLoadError for what is missing, out of range or not supported.
     """
+    fields = Fields(config, where)
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise fields.refuse("architectures", f"a list of names; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
     architecture = next((name for name in names if name in SUPPORTED_ARCHITECTURES), None)
     if architecture is None:
         found = ", ".join(names) or f"none named (model_type {config.get('model_type')!r})"
@@ -151,60 +160,71 @@ def config_from_hf(
     _refuse(
         bool(quantization), where, "quantization_config", "weights in float32, float16 or bfloat16, or a .gguf file"
     )
-    hidden, heads = _require(config, "hidden_size", where), _require(config, "num_attention_heads", where)
+    hidden, heads = fields.integer("hidden_size", 1, _WIDTH), fields.integer("num_attention_heads", 1, _HEADS)
+    vocab_size = fields.integer("vocab_size", 1, _WIDTH)
+    ends = Fields(generation or {}, str(Path(where).with_name("generation_config.json")))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     common: dict[str, Any] = {
         "architecture": architecture,
-        "vocab_size": _require(config, "vocab_size", where),
+        "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "num_layers": _require(config, "num_hidden_layers", where),
+        "num_layers": fields.integer("num_hidden_layers", 1, _LAYERS),
         "num_heads": heads,
-        "head_dim": int(config.get("head_dim") or hidden // heads),
-        "max_position": _require(config, "max_position_embeddings", where),
-        "bos_token_id": config.get("bos_token_id"),
-        "eos_token_ids": _token_ids((generation or {}).get("eos_token_id"), config.get("eos_token_id")),
+        "head_dim": _head_dim(fields, "head_dim", hidden, heads),
+        "max_position": fields.integer("max_position_embeddings", 1, _POSITIONS),
+        "eos_token_ids": _each_once(
+            ends.token_ids("eos_token_id", vocab_size), fields.token_ids("eos_token_id", vocab_size)
+        ),
         "dtype": _DTYPES.get(dtype),
     }
     if architecture == "OPTForCausalLM":
-        return _opt_config(config, common, where)
-    activation = config.get("hidden_act", "silu")
-    _refuse(activation not in ("silu", "swish"), where, f"hidden_act {activation!r}", "silu")
-    rope = _hf_rope(config, where)
+        return _opt_config(fields, common)
+    fields.choice("hidden_act", ("silu", "swish"), "silu")
+    rope = _hf_rope(fields)
     if rope.kind == "linear":
         common["max_position"] = int(common["max_position"] * rope.factor)
-    bias = bool(config.get("attention_bias", False))
-    windowed = architecture == "MistralForCausalLM" or config.get("use_sliding_window", False)
-    return ModelConfig(
+    bias = fields.flag("attention_bias", False)
+    windowed = architecture == "MistralForCausalLM" or fields.flag("use_sliding_window", False)
+    return _built(
+        where,
         **common,
-        intermediate_size=_require(config, "intermediate_size", where),
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        intermediate_size=fields.integer("intermediate_size", 1, _WIDTH),
+        num_kv_heads=fields.integer("num_key_value_heads", 1, _HEADS, heads),
+        norm_eps=fields.number("rms_norm_eps", 1.0, 1e-6),
         rope=rope,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=bias or architecture == "Qwen2ForCausalLM",
         out_bias=bias and architecture == "LlamaForCausalLM",
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        sliding_window=config.get("sliding_window") if windowed else None,
+        mlp_bias=fields.flag("mlp_bias", False),
+        sliding_window=_window(fields, "sliding_window") if windowed else None,
     )
 
 
-def _opt_config(config: Mapping[str, Any], common: dict[str, Any], where: str) -> ModelConfig:
-    activation = config.get("activation_function", "relu")
-    _refuse(activation != "relu", where, f"activation_function {activation!r}", "relu")
-    bias = bool(config.get("enable_bias", True))
-    before = bool(config.get("do_layer_norm_before", True))
-    return ModelConfig(
+def _each_once(*ids: list[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(token_id for some in ids for token_id in some))
+
+
+def _window(fields: Fields, key: str) -> int | None:
+    return fields.integer(key, 1, _POSITIONS) if fields.has(key) else None
+
+
+def _opt_config(fields: Fields, common: dict[str, Any]) -> ModelConfig:
+    fields.choice("activation_function", ("relu",), "relu")
+    bias = fields.flag("enable_bias", True)
+    before = fields.flag("do_layer_norm_before", True)
+    return _built(
+        fields.where,
         **common,
-        intermediate_size=_require(config, "ffn_dim", where),
+        intermediate_size=fields.integer("ffn_dim", 1, _WIDTH),
         num_kv_heads=common["num_heads"],
-        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
-        embed_size=int(config.get("word_embed_proj_dim") or common["hidden_size"]),
+        embed_size=fields.integer("word_embed_proj_dim", 1, _WIDTH, common["hidden_size"]),
         norm_before=before,
-        final_norm=before and not config.get("_remove_final_layer_norm", False),
-        norm_affine=bool(config.get("layer_norm_elementwise_affine", True)),
+        final_norm=before and not fields.flag("_remove_final_layer_norm", False),
+        norm_affine=fields.flag("layer_norm_elementwise_affine", True),
     )
 
 
@@ -215,43 +235,48 @@ def config_from_gguf(
 
     shapes: shape of every tensor, rows first; they tell what the metadata does not (biases, tied embeddings).
     divisors: contents of the tensor rope_freqs.weight, if there is one.
-    Raises ModelLoadError for what is missing or not supported.
+    Raises ModelLoadError for what is missing, out of range or not supported.
     """
-    name = metadata.get("general.architecture")
-    _refuse(name not in GGUF_ARCHITECTURES, where, f"architecture {name!r}", ", ".join(GGUF_ARCHITECTURES))
-    part = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
-    experts = part.get("expert_count") or 0
+    architecture = Fields(metadata, where).choice("general.architecture", tuple(GGUF_ARCHITECTURES), "none")
+    part = Fields(metadata, where, f"{architecture}.")
+    experts = part.integer("expert_count", 0, _WIDTH, 0)
     _refuse(experts > 0, where, f"mixture of {experts} experts", "dense models")
-    hidden, heads = _require(part, "embedding_length", where), _require(part, "attention.head_count", where)
-    if "token_embd.weight" not in shapes:
-        raise ModelLoadError(f"{where} has no tensor 'token_embd.weight'")
-    kind = part.get("rope.scaling.type") or ("linear" if part.get("rope.scale_linear") else "none")
-    _refuse(kind not in ("none", "linear"), where, f"rope.scaling.type {kind!r}", "none, linear")
-    theta = float(part.get("rope.freq_base") or 10000.0)
-    factor = float(part.get("rope.scaling.factor") or part.get("rope.scale_linear") or 1.0)
-    rope = RopeConfig(theta, "linear", factor) if kind == "linear" else RopeConfig(theta, divisors=divisors)
-    head_dim = int(part.get("attention.key_length") or hidden // heads)
-    rotated = int(part.get("rope.dimension_count") or head_dim)
-    _refuse(rotated != head_dim, where, f"rope.dimension_count {rotated}", f"the head's {head_dim}")
-    return ModelConfig(
-        architecture=GGUF_ARCHITECTURES[str(name)],
-        vocab_size=shapes["token_embd.weight"][0],
+    hidden, heads = part.integer("embedding_length", 1, _WIDTH), part.integer("attention.head_count", 1, _HEADS)
+    vocab_size = shapes.get("token_embd.weight", (0,))[0]
+    if not 1 <= vocab_size <= _WIDTH:
+        raise ModelLoadError(f"{where} has no tensor 'token_embd.weight' of 1 to {_WIDTH} rows")
+    kind = part.choice("rope.scaling.type", ("none", "linear"), "linear" if part.get("rope.scale_linear") else "none")
+    theta = part.number("rope.freq_base", 1e30, 10000.0)
+    head_dim = _head_dim(part, "attention.key_length", hidden, heads)
+    if part.integer("rope.dimension_count", 1, _WIDTH, head_dim) != head_dim:
+        raise part.refuse("rope.dimension_count", f"the head's {head_dim}")
+    if kind == "linear":
+        factor = "rope.scaling.factor" if part.get("rope.scaling.factor") else "rope.scale_linear"
+        rope = RopeConfig(theta, "linear", part.number(factor, 2**20, 1.0, least=1.0))
+    else:
+        rope = RopeConfig(theta, divisors=divisors)
+    if divisors and (len(divisors) != head_dim // 2 or not all(0 < divisor < math.inf for divisor in divisors)):
+        raise ModelLoadError(f"{where}: tensor 'rope_freqs.weight' must hold {head_dim // 2} positive numbers")
+    tokens = Fields(metadata, where, "tokenizer.ggml.")
+    return _built(
+        where,
+        architecture=GGUF_ARCHITECTURES[architecture],
+        vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=_require(part, "feed_forward_length", where),
-        num_layers=_require(part, "block_count", where),
+        intermediate_size=part.integer("feed_forward_length", 1, _WIDTH),
+        num_layers=part.integer("block_count", 1, _LAYERS),
         num_heads=heads,
-        num_kv_heads=int(part.get("attention.head_count_kv") or heads),
+        num_kv_heads=part.integer("attention.head_count_kv", 1, _HEADS, heads),
         head_dim=head_dim,
-        max_position=_require(part, "context_length", where),
-        norm_eps=_require(part, "attention.layer_norm_rms_epsilon", where, float),
+        max_position=part.integer("context_length", 1, _POSITIONS),
+        norm_eps=part.number("attention.layer_norm_rms_epsilon", 1.0),
         rope=rope,
         tie_embeddings="output.weight" not in shapes,
         qkv_bias="blk.0.attn_q.bias" in shapes,
         out_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
-        sliding_window=part.get("attention.sliding_window"),
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=_token_ids(
-            metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")
+        sliding_window=_window(part, "attention.sliding_window"),
+        eos_token_ids=_each_once(
+            tokens.token_ids("eos_token_id", vocab_size), tokens.token_ids("eot_token_id", vocab_size)
         ),
     )

@@ -1,16 +1,14 @@
 """A GGUF file (versions 2 and 3): metadata, and tensors dequantized on demand.
 
-The header is parsed here, since it must be quick and must tell a truncated file from a whole one; the arithmetic of
-the quantized types is the `gguf` package's.
+Where the tensors lie is read here, since a truncated file must be told from a whole one; the arithmetic of the
+quantized types is the `gguf` package's.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +16,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from engine.gguf_metadata import GGUFHeader
 from engine.models.errors import ModelLoadError
+from engine.models.fields import Fields
 
 _PIECE = 1 << 16  # values dequantized at a time: 256 KiB, with its temporaries about the size of an L2 cache
-_STRING, _ARRAY = 8, 9
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -50,46 +48,31 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         """Raises ModelLoadError if the file is not GGUF, damaged or truncated."""
         self.path = path
-        try:
-            with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{path} cannot be read: {error}") from error
-        self._at = 0
-        self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
         try:
-            self._parse()
-        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
-            raise self._broken(f"header cannot be read at byte {self._at}: {error}") from error
+            header = GGUFHeader(path)
+            self._data, self.metadata = header.data, header.metadata
+            self._parse(header)
+        except ModelLoadError:
+            raise
+        except ValueError as error:
+            raise ModelLoadError(str(error)) from error
+
+    def _parse(self, header: GGUFHeader) -> None:
+        found: list[tuple[str, tuple[int, ...], int, int]] = []
+        for _ in range(header.num_tensors):
+            name, dims = header.string(), header.scalar("I")
+            if dims > 8:
+                raise header.broken(f"tensor '{name}' has {dims} dimensions")
+            shape = tuple(reversed([header.scalar("Q") for _ in range(dims)]))
+            found.append((name, shape, header.scalar("I"), header.scalar("Q")))
+        alignment = Fields(self.metadata, str(self.path)).integer("general.alignment", 1, 2**31, 32)
+        start = -(-header.at // alignment) * alignment
+        for name, shape, kind, offset in found:
+            self.tensors[name] = self._locate(name, shape, kind, start + offset)
 
     def _broken(self, why: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path} is damaged or truncated: {why}")
-
-    def _parse(self) -> None:
-        if self._data[:4] != b"GGUF":
-            raise ModelLoadError(f"{self.path} is not a GGUF file (its first bytes are {self._data[:4]!r})")
-        self._at = 4
-        version = self._scalar("I")
-        if version not in (2, 3):
-            raise ModelLoadError(f"{self.path} is GGUF version {version}; supported: 2 and 3, little-endian")
-        num_tensors, num_entries = self._scalar("Q"), self._scalar("Q")
-        for _ in range(num_entries):
-            key = self._string()
-            self.metadata[key] = self._value(self._scalar("I"))
-        found: list[tuple[str, tuple[int, ...], int, int]] = []
-        for _ in range(num_tensors):
-            name, dims = self._string(), self._scalar("I")
-            if dims > 8:
-                raise self._broken(f"tensor '{name}' has {dims} dimensions")
-            shape = tuple(reversed([self._scalar("Q") for _ in range(dims)]))
-            found.append((name, shape, self._scalar("I"), self._scalar("Q")))
-        alignment = int(self.metadata.get("general.alignment", 32))
-        if alignment < 1:
-            raise self._broken(f"alignment {alignment}")
-        start = -(-self._at // alignment) * alignment
-        for name, shape, kind, offset in found:
-            self.tensors[name] = self._locate(name, shape, kind, start + offset)
 
     def _locate(self, name: str, shape: tuple[int, ...], kind_id: int, offset: int) -> TensorInfo:
         try:
@@ -127,35 +110,3 @@ class GGUFFile:
                 "Q4_1, Q5_0, Q5_1 and the K types"
             ) from None
         return torch.from_numpy(values).view(info.shape)
-
-    def _scalar(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self._data, self._at)
-        self._at += struct.calcsize("<" + code)
-        return value
-
-    def _string(self) -> str:
-        size = self._scalar("Q")
-        if self._at + size > len(self._data):
-            raise self._broken(f"a string of {size} bytes at byte {self._at}")
-        text = self._data[self._at : self._at + size]
-        self._at += size
-        return text.decode("utf-8")
-
-    def _value(self, kind: int) -> Any:
-        if kind in _SCALARS:
-            return self._scalar(_SCALARS[kind])
-        if kind == _STRING:
-            return self._string()
-        if kind != _ARRAY:
-            raise self._broken(f"metadata of unknown type {kind} at byte {self._at}")
-        inner, count = self._scalar("I"), self._scalar("Q")
-        if self._at + count > len(self._data):
-            raise self._broken(f"an array of {count} entries at byte {self._at}")
-        if inner in _SCALARS:
-            code = f"<{count}{_SCALARS[inner]}"
-            values = struct.unpack_from(code, self._data, self._at)
-            self._at += struct.calcsize(code)
-            return list(values)
-        if inner != _STRING:
-            raise self._broken(f"an array of type {inner} at byte {self._at}")
-        return [self._string() for _ in range(count)]

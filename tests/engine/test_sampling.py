@@ -1,5 +1,7 @@
 """Sampling parameters: what is accepted, what is refused, and what the refusal says."""
 
+from typing import Any
+
 import pytest
 
 from engine.sampling import MAX_STOP_STRINGS, InvalidParameterError, SamplingParams
@@ -23,6 +25,9 @@ REFUSED = [
     ("n", -1),
     ("n", True),
     ("n", 2.0),
+    ("n", 2**63),
+    ("best_of", 2**63),
+    ("max_tokens", 2**63),
     ("best_of", 0),
     ("presence_penalty", 9),
     ("presence_penalty", -2.1),
@@ -145,6 +150,35 @@ def test_a_caller_changing_its_lists_later_changes_nothing() -> None:
     bias[-5] = float("nan")
     assert params.stop == ("a",)
     assert params.logit_bias == {1: 2.0}
+
+
+def test_equal_params_have_one_hash_whatever_they_hold() -> None:
+    def made(bias: float) -> SamplingParams:
+        return SamplingParams(stop=["a"], logit_bias={1: bias}, allowed_token_ids=[1], logits_processors=[PROCESSOR])
+
+    assert len({made(2.0), made(2.0), made(3.0)}) == 2
+    assert hash(made(2.0)) == hash(made(2.0).clone())
+
+
+@pytest.mark.parametrize("name", ["n", "best_of", "max_tokens", "min_tokens", "seed"])
+def test_an_integer_of_more_digits_than_python_prints_is_refused_in_our_words(name: str) -> None:
+    given: dict[str, Any] = {"best_of": 3, "min_tokens": 3, name: 10**5000}
+    with pytest.raises(
+        InvalidParameterError, match=rf"{name} must be an integer from .+ to \d+, got a value of type int"
+    ):
+        SamplingParams(**given)
+
+
+class Processor:
+    """One that has no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, _: list[int], row: Any) -> Any:
+        return row
+
+
+PROCESSOR = Processor()
 
 
 def test_a_clone_is_equal_and_apart() -> None:

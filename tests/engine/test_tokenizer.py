@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,10 @@ def test_a_path_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="neither a directory nor a GGUF file"):
         get_tokenizer(tmp_path / "missing")
     (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text("[1]")
+    with pytest.raises(TokenizerError, match=r"generation_config.json does not hold a JSON object"):
+        get_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
     with pytest.raises(TokenizerError, match="cannot be loaded"):
         get_tokenizer(tmp_path)
 
@@ -206,6 +211,49 @@ def test_other_decoders_work_on_whole_texts() -> None:
     assert [detokenizer.append(i) for i in [1, 2, 3]] == [" play", "ing", " now"]
 
 
+def test_a_text_that_the_vocabulary_cannot_spell_is_refused() -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers
+
+    for backend in (Backend(models.WordLevel({"a": 0})), Backend(models.Unigram([("a", 0.0)]))):
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer = FastTokenizer(backend, special_tokens={})
+        assert tokenizer.encode("a a") == [0, 0]
+        with pytest.raises(TokenizerError, match="cannot encode this text"):
+            tokenizer.encode("a b")
+        with pytest.raises(TokenizerError, match="cannot decode these tokens"):
+            tokenizer.decode([-1])
+
+
+def test_a_tokenizer_may_be_given_by_the_name_of_an_embedded_model() -> None:
+    embedded_directory()
+    assert get_tokenizer("smollm2-135m").vocab_size == 49152
+
+
+def test_a_stream_of_tokens_without_text_decodes_a_bounded_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    backend = Backend(models.WordPiece(vocab={"[UNK]": 0, "play": 1, "##ing": 2, "##": 3}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    tokenizer = FastTokenizer(backend, special_tokens={})
+    sizes = []
+    decode = tokenizer.decode
+
+    def counted(token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        ids = list(token_ids)
+        sizes.append(len(ids))
+        return decode(ids, skip_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    detokenizer = Detokenizer(tokenizer, [])
+    assert detokenizer.append(1) == "play"
+    assert {detokenizer.append(3) for _ in range(500)} == {""}
+    assert detokenizer.append(2) == "ing"
+    assert detokenizer.append(1) == " play"
+    assert max(sizes) < 20
+
+
 # GGUF headers.
 
 
@@ -227,6 +275,9 @@ def test_a_header_is_read_and_a_damaged_one_refused(tmp_path: Path) -> None:
         file.write_bytes(broken)
         with pytest.raises(ValueError, match=r"GGUF"):
             read_gguf_metadata(file)
+        if is_gguf(file):
+            with pytest.raises(TokenizerError, match="GGUF"):
+                get_tokenizer(file)
 
 
 def test_two_gguf_files_in_a_directory_are_one_too_many(tmp_path: Path) -> None:
