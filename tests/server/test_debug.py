@@ -115,7 +115,17 @@ def test_the_reasons_agree_with_what_the_next_step_does() -> None:
 def busy() -> Iterator[Server]:
     """A server whose three queues are all filled for the time of this module."""
     flags = ["--block-size", "4", "--num-gpu-blocks-override", "90", "--num-cpu-blocks-override", "300"]
-    flags += ["--max-num-seqs", "8", "--max-model-len", "1024", "--enable-ui", "--preemption-mode", "swap"]
+    flags += [
+        "--max-num-seqs",
+        "8",
+        "--max-model-len",
+        "1024",
+        "--enable-ui",
+        "--preemption-mode",
+        "swap",
+        "--drain-timeout",
+        "0.5",
+    ]
     with running(*flags, delay=0.25) as server:
         long: dict[str, Any] = {"stream": True, "n": 2, "max_tokens": 120}
         clients = [Client(server, prompt=[65 + i] * 100, request_id=f"client-{i}", **long) for i in range(4)]
@@ -123,7 +133,6 @@ def busy() -> Iterator[Server]:
         clients += [Client(server, stream=True, prompt="late", max_tokens=10, request_id=f"late-{i}") for i in range(3)]
         wait_for(lambda: server.queues()[2] >= 3)
         yield server
-        server.signal()
         server.signal()
         for client in clients:
             client.wait(30)
