@@ -3,8 +3,8 @@
 python benchmarks/scheduler_step.py [--json] [--sizes 16 64 256 1024 4096]
 
 decode: N groups of one branch decoding.  mixed: N decodes and prompts of 1500 tokens that fill the budget.
-65536 GPU blocks of 16 tokens (more above 512 decodes), 4096 tokens a step, prompts of 128 to 143 tokens; median and lower quartile of 60 steps.
-Also what one add, and one step of a load with n=8 under memory pressure, cost.
+65536 GPU blocks of 16 tokens (more above 512 decodes), 4096 tokens a step, prompts of 128 to 143 tokens; median and
+lower quartile of 60 steps.
 """
 
 from __future__ import annotations
