@@ -5,9 +5,11 @@ And the generated mutants of `make mutants`: those listed as equivalent still ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from proofs import caught, mutate
+from proofs import caught, killers, mutate
 from proofs.mutations import everything, mutated
 
 ROWS = caught.read()
@@ -35,6 +37,12 @@ def test_there_are_at_least_sixty_planted_faults() -> None:
     planted = caught.FAULTS.values()
     for role, production in (("scheduler", "Scheduler"), ("blocks", "BlockManager"), ("group", "SequenceGroup")):
         assert sum(getattr(one, role).__name__ != production for one in planted) >= 5
+
+
+@pytest.mark.parametrize("stage", [killers.stage_soak, killers.stage_laws], ids=["soak", "laws"])
+def test_the_production_scheduler_survives_what_kills_its_mutants(stage: Callable[[], None]) -> None:
+    """So a change that one of these stages of `make mutants` notices fails here too; the others are tests already."""
+    stage()
 
 
 def test_every_mutant_listed_as_equivalent_exists_and_has_a_reason() -> None:

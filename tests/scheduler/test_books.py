@@ -243,6 +243,16 @@ def test_an_id_can_be_used_again_only_after_its_group_has_left() -> None:
     assert [g.arrival for g in s.waiting] == [1]
 
 
+def test_a_group_is_used_once_whichever_it_was() -> None:
+    s = world(8)
+    groups = [s.add(R(p=1, m=1)) for _ in range(3)]
+    s.update(s.schedule())
+    for group in groups:
+        with pytest.raises(RefusedError, match="was added before"):
+            s.add(group)
+    assert not s.has_unfinished()
+
+
 # blocks
 
 
