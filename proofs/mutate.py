@@ -300,6 +300,8 @@ def change(mutation: Mutation) -> str:
     end = _common(a[begin:][::-1], b[begin:][::-1])
     while begin and (a[begin - 1].isalnum() or a[begin - 1] in "._ "):
         begin -= 1
+    while end and (a[-end].isalnum() or a[-end] in "_=<>"):
+        end -= 1
     a, b = a[begin : len(a) - end], b[begin : len(b) - end]
     return f"`{a.strip()}` -> `{b.strip()}` in `{mutation.before[:60]}`"
 
