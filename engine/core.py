@@ -95,7 +95,7 @@ class EngineCore:
         self.observer: Observer | None = None
         self.moved: list[tuple[str, list[BranchOutput]]] = []
         self.failures = 0
-        self._torn = False  # a step is under way, or was broken off
+        self.torn = False  # a step is under way, or was broken off
         self._names = itertools.count()
 
     def new_id(self) -> str:
@@ -198,7 +198,7 @@ class EngineCore:
             if not self.scheduler.abort(request_id):
                 return False
         except BaseException:
-            self._begin_anew()
+            self.begin_anew()
             raise
         request.aborted = True
         if request.group.status is Status.ABORTED:  # at a boundary it is gone already
@@ -214,22 +214,26 @@ class EngineCore:
     def step(self, *, finished_only: bool = False) -> list[RequestOutput]:
         """Run one step and return the outputs of every request that it moved, or of those that ended in it.
 
-        An interrupt while the model computes leaves every request in its place.  Torn out of its own books, by an
-        interrupt or a fault of its own, the engine begins anew and all requests end as aborted.
+        An interrupt while the model computes leaves every request in its place.  Interrupted in its own books, the
+        engine begins anew.  A fault of the scheduler itself is raised with the state as it is, for whoever wants to
+        look at it; `torn` is set, and `begin_anew` is the way on.
         """
-        self._torn = True
+        self.torn = True
         try:
             return self._step(finished_only)
-        finally:
-            if self._torn:
-                self._begin_anew()
+        except Exception:
+            raise
+        except BaseException:
+            if self.torn:
+                self.begin_anew()
+            raise
 
-    def _begin_anew(self) -> None:
-        """The scheduler's books cannot be trusted: an empty one, and an end for every request."""
+    def begin_anew(self) -> None:
+        """The scheduler's books cannot be trusted: an empty one, and an end as aborted for every request."""
         logger.warning("the engine was torn out of a step and begins anew; %d requests end", len(self._requests))
         self.close()  # a trace tells of one scheduler
         self.scheduler = Scheduler(self.scheduler.config)
-        self._torn = False
+        self.torn = False
         for request in list(self._requests.values()):
             request.group.status = Status.ABORTED
             self._gone.append(self._depart(request))
@@ -238,7 +242,7 @@ class EngineCore:
         outputs, self._gone = self._gone, []
         self.moved = []
         if not self.scheduler.has_unfinished() and not outputs:
-            self._torn = False
+            self.torn = False
             return outputs  # if all have left, one empty plan still tells the runner so, and the scheduler forgets them
         plan = self.scheduler.schedule()
         self.stats.on_plan(plan)
@@ -253,14 +257,14 @@ class EngineCore:
             departed = self._known(self.scheduler.fail(plan, ()))
             self.stats.on_update(plan, 0)
             self._gone = outputs + [self._depart(request) for request in departed]
-            self._torn = False
+            self.torn = False
             raise
         else:
             outputs += self._on_result(plan, result, finished_only)
         if self.observer is not None:
             self.observer.on_step(plan, now, time.monotonic())
         self.stats.maybe_log(self.scheduler.counts())
-        self._torn = False
+        self.torn = False
         return outputs
 
     def _on_result(self, plan: Plan, result: StepOutput, finished_only: bool) -> list[RequestOutput]:

@@ -239,6 +239,8 @@ class LLM:
                 raise errors[0]
             self._finish(set(names) - set(results), results, use_tqdm)
         except BaseException:
+            if self.core.torn:
+                self.core.begin_anew()
             for name in names:
                 self.core.abort_request(name)
             while self.core.has_unfinished_requests() and not self.core.scheduler.has_unfinished():

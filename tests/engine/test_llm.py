@@ -434,17 +434,20 @@ def test_a_second_thread_is_told_so_at_once() -> None:
 
 
 @pytest.mark.parametrize("place", ["schedule", "update"])
-def test_an_interrupt_in_the_engines_own_books_leaves_it_usable(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_in_the_engines_own_books_leaves_it_usable(
+    place: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = byte_world()
     llm = LLM.from_core(world.core)
     alone = llm.generate("abc", SHORT, use_tqdm=False)[0].outputs[0].token_ids
 
     def torn(*_: Any, **__: Any) -> Any:
         monkeypatch.undo()
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(world.core.scheduler, place, torn)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         llm.generate(["abc", "de"], SHORT, use_tqdm=False)
     assert not world.core.has_unfinished_requests()
     assert llm.generate("abc", SHORT, use_tqdm=False)[0].outputs[0].token_ids == alone
