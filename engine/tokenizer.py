@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# The library holds Python's lock while it works on one text, and lets it go while it works on a batch: from this length
+# on (characters, tokens) a text goes as a batch of one, so that a server's other threads go on meanwhile.
+_LONG = 1 << 14
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 
@@ -123,13 +126,18 @@ class FastTokenizer(Tokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         _utf8(text)
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except Exception as error:  # the library raises plain ones: a vocabulary without an unknown token, say
             raise TokenizerError(f"the tokenizer cannot encode this text: {error}") from error
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        ids = list(token_ids)
         try:
-            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) < _LONG:
+                return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         except Exception as error:
             raise TokenizerError(f"the tokenizer cannot decode these tokens: {error}") from error
 

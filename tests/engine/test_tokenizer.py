@@ -311,3 +311,14 @@ def test_importing_the_tokenizer_imports_neither_transformers_nor_torch() -> Non
     code = "import sys, engine.tokenizer, engine.detokenizer; print({'transformers', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_long_text_is_encoded_and_decoded_as_a_short_one_is(
+    embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "ab1 ไทย\n" * 4000
+    batch = embedded.encode(text)
+    assert embedded.decode(batch) == text
+    monkeypatch.setattr("engine.tokenizer._LONG", len(text) + 1)
+    assert embedded.encode(text) == batch
+    assert embedded.decode(batch) == text
