@@ -152,7 +152,7 @@ def larger(name: str, groups: int, states: int = -1, edges: int = -1) -> Scope:
 
 # some ten million states, of large scopes with more groups at once, and of stops and aborts with more groups
 DEEP: dict[str, Scope] = {
-    "chunked-cpu4-ten-groups": larger("chunked-cpu4-seven-groups", 10),
+    "chunked-cpu4-ten-groups": larger("chunked-cpu4-seven-groups", 10, 1924441, 3848643),
     "chunked-swap-cpu6-ten-groups": larger("chunked-swap-cpu6-seven-groups", 10),
     "chunked-swap-bs3-watermark-nine-groups": larger("chunked-swap-bs3-watermark", 9),
     "chunked-n3-cpu6-nine-groups": larger("chunked-n3-cpu6", 9),
@@ -160,7 +160,7 @@ DEEP: dict[str, Scope] = {
     "chunked-recompute-cpu0-thirteen-groups": larger("chunked-recompute-cpu0-nine-groups", 13),
     "chunked-n2-every-stop-six-groups": larger("chunked-n2-every-stop", 6, 20403, 185894),
     "prefill-first-n2-every-stop-six-groups": larger("prefill-first-n2-every-stop", 6, 38326, 263908),
-    "prefill-first-swap-cpu3-nine-groups": larger("prefill-first-swap-cpu3", 9),
+    "prefill-first-swap-cpu3-nine-groups": larger("prefill-first-swap-cpu3", 9, 1767004, 3532365),
     "prefill-first-watermark-nine-groups": larger("prefill-first-watermark", 9),
     "prefill-first-n2-cpu4-eleven-groups": scope(
         -1, -1, gpu=9, cpu=4, size=2, tokens=9, seqs=6, groups=11, chunked=False, menu=((2, 2, 5), (1, 1, 7)), **QUIET
