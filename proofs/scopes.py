@@ -145,27 +145,28 @@ LARGE: dict[str, Scope] = {
 }  # fmt: skip
 
 
-def larger(name: str, groups: int, states: int = -1, edges: int = -1) -> Scope:
-    """A large scope with more groups at once; -1: not counted yet."""
+def larger(name: str, groups: int, states: int, edges: int) -> Scope:
+    """A large scope with more groups at once."""
     return Scope(replace(LARGE[name].world, groups=groups), states, edges)
 
 
-# some ten million states, of large scopes with more groups at once, and of stops and aborts with more groups
+# more than twelve million states: large scopes with more groups at once, and of stops and aborts with more groups
 DEEP: dict[str, Scope] = {
     "chunked-cpu4-ten-groups": larger("chunked-cpu4-seven-groups", 10, 1924441, 3848643),
-    "chunked-swap-cpu6-ten-groups": larger("chunked-swap-cpu6-seven-groups", 10),
-    "chunked-swap-bs3-watermark-nine-groups": larger("chunked-swap-bs3-watermark", 9),
-    "chunked-n3-cpu6-nine-groups": larger("chunked-n3-cpu6", 9),
-    "chunked-n3-bs2-cpu3-eight-groups": larger("chunked-n3-bs2-cpu3", 8),
-    "chunked-recompute-cpu0-thirteen-groups": larger("chunked-recompute-cpu0-nine-groups", 13),
+    "chunked-swap-cpu6-ten-groups": larger("chunked-swap-cpu6-seven-groups", 10, 1581116, 3162061),
+    "chunked-swap-bs3-watermark-nine-groups": larger("chunked-swap-bs3-watermark", 9, 1473740, 2946883),
+    "chunked-n3-cpu6-nine-groups": larger("chunked-n3-cpu6", 9, 1181152, 2361432),
+    "chunked-n3-bs2-cpu3-eight-groups": larger("chunked-n3-bs2-cpu3", 8, 422258, 843553),
+    "chunked-recompute-cpu0-thirteen-groups": larger("chunked-recompute-cpu0-nine-groups", 13, 1080458, 2160541),
     "chunked-n2-every-stop-six-groups": larger("chunked-n2-every-stop", 6, 20403, 185894),
     "prefill-first-n2-every-stop-six-groups": larger("prefill-first-n2-every-stop", 6, 38326, 263908),
     "prefill-first-swap-cpu3-nine-groups": larger("prefill-first-swap-cpu3", 9, 1767004, 3532365),
-    "prefill-first-watermark-nine-groups": larger("prefill-first-watermark", 9),
+    "prefill-first-watermark-nine-groups": larger("prefill-first-watermark", 9, 1018863, 2037167),
     "prefill-first-n2-cpu4-eleven-groups": scope(
-        -1, -1, gpu=9, cpu=4, size=2, tokens=9, seqs=6, groups=11, chunked=False, menu=((2, 2, 5), (1, 1, 7)), **QUIET
+        1075387, 2147376, gpu=9, cpu=4, size=2, tokens=9, seqs=6, groups=11, chunked=False,
+        menu=((2, 2, 5), (1, 1, 7)), **QUIET,
     ),
-    "prefill-first-bs3-twelve-groups": larger("prefill-first-bs3", 12),
+    "prefill-first-bs3-twelve-groups": larger("prefill-first-bs3", 12, 1130286, 2259209),
     "prefill-first-swap-cpu5-seven-groups": scope(
         87834, 167173, gpu=10, cpu=5, size=2, tokens=8, seqs=8, groups=7, chunked=False, mode="swap",
         menu=((2, 2, 4), (1, 1, 7)), **QUIET,

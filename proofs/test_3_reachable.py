@@ -50,6 +50,10 @@ def test_half_a_million_states_are_reached() -> None:
     assert sum(scope.states for scope in (LARGE | SMALL).values()) >= 500_000
 
 
+def test_ten_million_states_are_reached_by_the_deep_runs() -> None:
+    assert sum(scope.states for scope in DEEP.values()) >= 10_000_000
+
+
 @functools.cache
 def surveyed(name: str) -> tuple[Counter[str], frozenset[str]]:
     """How often each thing happens in a scope, and which rarer situations are met."""
