@@ -1,4 +1,4 @@
-"""The command `lawful`: generate, chat, serve, top, bench, demo, check, audit, replay.
+"""The command `lawful`: generate, chat, serve, top, bench, demo, simulate, check, audit, replay.
 
 Everything heavy is imported inside the command that needs it, so that --help and --version answer at once.
 """
@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from engine import __version__, serve_cli
+from engine.simulate.arguments import add_simulate
 
 if TYPE_CHECKING:
     from engine.config import EngineArgs
@@ -96,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
     demo.add_argument("--n", type=int, default=2, help="answers to each prompt")
     add_engine_args(demo, num_gpu_blocks_override=56, num_cpu_blocks_override=24, max_model_len=512)
+
+    add_simulate(command)
 
     check = command("check", _check, "Prove the laws of the scheduler, or of your own policy, at small scope.")
     check.add_argument(
