@@ -57,10 +57,15 @@ class KVCache:
         swaps = kernels_serve and num_cpu_blocks > 0 and num_gpu_blocks > 0
         self._swapper = Swapper(self.device_pool, self.host_pool) if swaps else None
         self._layers = [(layer[0], layer[1]) for layer in self.device_pool]
+        self._flat: list[Tensor] = list(self.device_pool.flatten(1, 3).flatten(2))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer on the device, each (blocks, block_size, kv_heads, head_dim)."""
         return self._layers[index]
+
+    def flat_layer(self, index: int) -> Tensor:
+        """The same memory by slots, (2 * blocks * block_size, kv_heads * head_dim): keys, then values."""
+        return self._flat[index]
 
     def swap_out(self, pairs: Sequence[BlockPair]) -> None:
         """Copy (GPU block, CPU block) pairs to the host.  Raises IndexError, naming the id, before anything moves."""

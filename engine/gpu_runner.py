@@ -213,7 +213,7 @@ class GpuRunner(ModelRunner):
     def _logits(self, plan: Plan, requests: Mapping[str, RequestState]) -> tuple[Tensor, list[Draw]]:
         self._touched.update(action.request_id for action in plan.log)
         rows = plan.scheduled
-        if len(rows) > self.batch.capacity or any(
+        if not 0 < len(rows) <= self.batch.capacity or any(
             row.end - row.start != 1 or row.draws != (row.branch,) for row in rows
         ):
             return super()._logits(plan, requests)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from engine.cache import KVCache
-from engine.models.attention import AttentionMetadata
+from engine.models.attention import AttentionMetadata, Metadata
 from engine.models.config import ModelConfig
+from engine.models.cpu_attention import CpuAttention
 from engine.request import RequestState, Sampled, StepOutput
 from engine.scheduler.plan import Plan, ScheduledSequence
+from kernels.dispatch import uses_triton
 from kernels.paged_rows import partition_for
 
 Draw = tuple[RequestState, int]
@@ -34,7 +36,9 @@ class Sampler(Protocol):
 class Model(Protocol):
     """What the runner needs of a model; see `engine.models.llama.LlamaModel`."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, metadata: AttentionMetadata, cache: KVCache) -> Tensor: ...
+    row_type: torch.dtype
+
+    def forward(self, tokens: Tensor, positions: Tensor, metadata: Metadata, cache: KVCache) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -75,15 +79,16 @@ class ModelRunner:
         self.cache.swap_out(plan.blocks_to_swap_out)
         self.cache.swap_in(plan.blocks_to_swap_in)
         self.cache.copy(plan.blocks_to_copy)
-        if not plan.scheduled:
-            return StepOutput()
         logits, draws = self._logits(plan, requests)
         return collect(draws, self.sampler.sample(logits, draws)) if draws else StepOutput()
 
     def _logits(self, plan: Plan, requests: Mapping[str, RequestState]) -> tuple[Tensor, list[Draw]]:
         """Compute the rows; one row of logits (draws, vocab_size) for each draw."""
-        hidden = self._forward(plan.scheduled, requests)
-        draws, rows = draws_of(plan.scheduled, requests)
+        scheduled = plan.scheduled  # made when it is read
+        if not scheduled:
+            return torch.empty(0), []
+        hidden = self._forward(scheduled, requests)
+        draws, rows = draws_of(scheduled, requests)
         if not draws:
             return hidden[:0], draws
         logits = self.model.compute_logits(hidden[torch.tensor(sorted(set(rows)), device=self.device)])
@@ -101,21 +106,20 @@ class ModelRunner:
             tokens += requests[row.group.request_id].tokens(row.branch, row.start, row.end)
             positions += range(row.start, row.end)
             slots += row.slots
-        metadata = AttentionMetadata.build(
-            [row.start for row in scheduled],
-            [row.end for row in scheduled],
-            [row.block_table for row in scheduled],
-            slots,
-            self.block_size,
-            self.device,
-            self.partition,
-        )
         return self.model.forward(
             torch.tensor(tokens, dtype=torch.int64, device=self.device),
             torch.tensor(positions, dtype=torch.int64, device=self.device),
-            metadata,
+            self._metadata(scheduled, slots),
             self.cache,
         )
+
+    def _metadata(self, scheduled: list[ScheduledSequence], slots: list[int]) -> Metadata:
+        starts, ends = [row.start for row in scheduled], [row.end for row in scheduled]
+        tables = [row.block_table for row in scheduled]
+        pool = self.cache.device_pool
+        if pool.device.type == "cpu" and not uses_triton(pool):
+            return CpuAttention(starts, ends, tables, slots, self.cache, self.model.row_type)
+        return AttentionMetadata.build(starts, ends, tables, slots, self.block_size, self.device, self.partition)
 
 
 def draws_of(scheduled: list[ScheduledSequence], requests: Mapping[str, RequestState]) -> tuple[list[Draw], list[int]]:

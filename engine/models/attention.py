@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.cache import KVCache
+from engine.models.cpu_attention import CpuAttention
 from kernels.paged_attention import PagedRows, paged_attention
 from kernels.write_kv import write_kv
 
@@ -36,14 +37,19 @@ class AttentionMetadata:
         return cls(torch.tensor(slots, dtype=torch.int64, device=device), rows)
 
 
+Metadata = AttentionMetadata | CpuAttention
+
+
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, cache: KVCache, metadata: AttentionMetadata, scale: float
+    query: Tensor, key: Tensor, value: Tensor, layer: int, cache: KVCache, metadata: Metadata, scale: float
 ) -> Tensor:
     """Write this step's keys and values, then attend: (tokens, heads * head_dim).
 
     query (tokens, heads, head_dim), key and value (tokens, kv_heads, head_dim).  All writes of the step come before
     any read, since a row may read blocks that another row of the same step writes.
     """
+    if isinstance(metadata, CpuAttention):
+        return metadata.attend(query, key, value, layer, scale)
     key_cache, value_cache = cache.layer(layer)
     write_kv(key, value, metadata.slots, key_cache, value_cache)
     return paged_attention(query, key_cache, value_cache, metadata.rows, scale).flatten(1)

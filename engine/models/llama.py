@@ -5,15 +5,18 @@ Touvron et al. 2023; Jiang et al. 2023; Qwen team 2024.  They differ in biases a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cache import KVCache
-from engine.models.attention import AttentionMetadata, attend
+from engine.models.attention import Metadata, attend
 from engine.models.config import ModelConfig
-from engine.models.rope import angles, inverse_frequencies
+from engine.models.linear import Linear, packing
+from engine.models.rope import Turns, angles, inverse_frequencies
 from engine.models.weights import Weights
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
@@ -22,31 +25,35 @@ from kernels.silu_mul import silu_mul
 
 @dataclass
 class _Layer:
-    """Weights of one layer.  Projections that read the same input are one matrix."""
+    """One layer.  Projections that read the same input are one."""
 
     input_norm: Tensor
-    qkv: Tensor  # ((heads + 2 * kv_heads) * head_dim, hidden)
-    qkv_bias: Tensor | None
-    out: Tensor  # (hidden, heads * head_dim)
-    out_bias: Tensor | None
+    qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
+    out: Linear  # heads * head_dim -> hidden
     mlp_norm: Tensor
-    gate_up: Tensor  # (2 * intermediate, hidden)
-    gate_up_bias: Tensor | None
-    down: Tensor  # (hidden, intermediate)
-    down_bias: Tensor | None
+    gate_up: Linear  # hidden -> 2 * intermediate
+    down: Linear  # intermediate -> hidden
 
 
 class LlamaModel:
-    """A decoder of `config.num_layers` layers whose weights come from `weights`."""
+    """A decoder of `config.num_layers` layers whose weights come from `weights`.
+
+    dtype: of weights and KV cache.  row_type: of what flows between the layers, see `engine.models.linear`.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         """Takes every tensor it needs.  Raises ModelLoadError for a missing tensor or a wrong shape."""
         self.config = config
+        self.dtype = weights.dtype
+        self._pack, self.row_type = packing(weights.dtype, weights.device)
+        # Angles that turn neighbours are one complex product in float32; the weights are brought into that order here.
+        self.turns = Turns(config) if self.row_type == torch.float32 and weights.device.type == "cpu" else None
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embedding = weights.take("model.embed_tokens.weight", vocabulary)
         self.layers = [self._load_layer(weights, f"model.layers.{i}.") for i in range(config.num_layers)]
-        self.norm = weights.take("model.norm.weight", (config.hidden_size,))
-        self.head = self.embedding if config.tie_embeddings else weights.take("lm_head.weight", vocabulary)
+        self.norm = weights.take("model.norm.weight", (config.hidden_size,)).to(self.row_type)
+        head = self.embedding if config.tie_embeddings else weights.take("lm_head.weight", vocabulary)
+        self.head = self._pack(head, None)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(self.embedding.device)
         self.scale = config.head_dim**-0.5
 
@@ -54,46 +61,64 @@ class LlamaModel:
         c = self.config
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
+
+        def linear(names: list[str], rows: list[int], columns: int, biased: bool, turned: int = 0) -> Linear:
+            weight = weights.stack([name + ".weight" for name in names], rows, (columns,))
+            bias = weights.stack([name + ".bias" for name in names], rows) if biased else None
+            if self.turns is not None and turned:
+                weight = _neighbours(weight, turned, c.head_dim)
+                bias = None if bias is None else _neighbours(bias, turned, c.head_dim)
+            return self._pack(weight, bias)
+
+        def norm(name: str) -> Tensor:
+            return weights.take(f"{prefix}{name}.weight", (c.hidden_size,)).to(self.row_type)
+
         qkv = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
         halves = [mlp + "gate_proj", mlp + "up_proj"]
-
-        def weight(names: list[str], rows: list[int], columns: int) -> Tensor:
-            return weights.stack([name + ".weight" for name in names], rows, (columns,))
-
-        def bias(wanted: bool, names: list[str], rows: list[int]) -> Tensor | None:
-            return weights.stack([name + ".bias" for name in names], rows) if wanted else None
-
         return _Layer(
-            input_norm=weights.take(prefix + "input_layernorm.weight", (c.hidden_size,)),
-            qkv=weight(qkv, [queries, keys, keys], c.hidden_size),
-            qkv_bias=bias(c.qkv_bias, qkv, [queries, keys, keys]),
-            out=weight([attention + "o_proj"], [c.hidden_size], queries),
-            out_bias=bias(c.out_bias, [attention + "o_proj"], [c.hidden_size]),
-            mlp_norm=weights.take(prefix + "post_attention_layernorm.weight", (c.hidden_size,)),
-            gate_up=weight(halves, [c.intermediate_size] * 2, c.hidden_size),
-            gate_up_bias=bias(c.mlp_bias, halves, [c.intermediate_size] * 2),
-            down=weight([mlp + "down_proj"], [c.hidden_size], c.intermediate_size),
-            down_bias=bias(c.mlp_bias, [mlp + "down_proj"], [c.hidden_size]),
+            input_norm=norm("input_layernorm"),
+            qkv=linear(qkv, [queries, keys, keys], c.hidden_size, c.qkv_bias, c.num_heads + c.num_kv_heads),
+            out=linear([attention + "o_proj"], [c.hidden_size], queries, c.out_bias),
+            mlp_norm=norm("post_attention_layernorm"),
+            gate_up=linear(halves, [c.intermediate_size] * 2, c.hidden_size, c.mlp_bias),
+            down=linear([mlp + "down_proj"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
         )
 
-    def forward(self, tokens: Tensor, positions: Tensor, metadata: AttentionMetadata, cache: KVCache) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, metadata: Metadata, cache: KVCache) -> Tensor:
         """Hidden states (tokens, hidden) of a flat batch; tokens and positions (tokens,) int64."""
         c = self.config
         turned = c.num_heads + c.num_kv_heads
-        cos, sin = angles(positions, self.frequencies)
+        turn = self._turner(positions)
         norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]  # what follows each layer
-        hidden = F.embedding(tokens, self.embedding)
+        hidden = F.embedding(tokens, self.embedding).to(self.row_type)
         x = rms_norm(hidden, self.layers[0].input_norm, c.norm_eps)
         for i, layer in enumerate(self.layers):
-            heads = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, c.head_dim)
-            query_key = rotary(heads[:, :turned], cos, sin)
+            heads = layer.qkv(x).view(len(x), -1, c.head_dim)
+            query_key = turn(heads[:, :turned])
             query, key, value = query_key[:, : c.num_heads], query_key[:, c.num_heads :], heads[:, turned:]
             mixed = attend(query, key, value, i, cache, metadata, self.scale)
-            x, hidden = add_rms_norm(F.linear(mixed, layer.out, layer.out_bias), hidden, layer.mlp_norm, c.norm_eps)
-            x = silu_mul(F.linear(x, layer.gate_up, layer.gate_up_bias))
-            x, hidden = add_rms_norm(F.linear(x, layer.down, layer.down_bias), hidden, norms[i], c.norm_eps)
+            x, hidden = add_rms_norm(layer.out(mixed), hidden, layer.mlp_norm, c.norm_eps)
+            x = silu_mul(layer.gate_up(x))
+            x, hidden = add_rms_norm(layer.down(x), hidden, norms[i], c.norm_eps)
         return x
+
+    def _turner(self, positions: Tensor) -> Callable[[Tensor], Tensor]:
+        """What turns the heads of a step's tokens (tokens, heads, head_dim) by their positions."""
+        if self.turns is not None:
+            return self.turns.at(positions)
+        cos, sin = angles(positions, self.frequencies)
+        return lambda heads: rotary(heads, cos, sin)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocab_size) float32 for the rows (rows, hidden) that sample."""
-        return F.linear(hidden, self.head).float()
+        return self.head(hidden).float()
+
+
+def _neighbours(rows: Tensor, heads: int, head_dim: int) -> Tensor:
+    """The first `heads` heads with the two halves of each dealt out in turn: 0, half, 1, half + 1 and so on.
+
+    Queries and keys in another order, the same for both, have the same products.
+    """
+    turned, rest = rows[: heads * head_dim], rows[heads * head_dim :]
+    dealt = turned.view(heads, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2)
+    return torch.cat((dealt.reshape(turned.shape), rest))

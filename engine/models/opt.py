@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cache import KVCache
-from engine.models.attention import AttentionMetadata, attend
+from engine.models.attention import Metadata, attend
 from engine.models.config import ModelConfig
+from engine.models.linear import Linear, packing
 from engine.models.weights import Weights
 from kernels.activation import activation
 from kernels.layer_norm import layer_norm
@@ -18,28 +19,32 @@ POSITION_OFFSET = 2  # the first two rows of the position table belong to no pos
 EPS = 1e-5
 
 Norm = tuple[Tensor | None, Tensor | None]
-Linear = tuple[Tensor, Tensor | None]
 
 
 @dataclass
 class _Layer:
-    """Weights of one layer, each with its bias or None."""
+    """One layer; norms with weight and bias, or neither."""
 
     attention_norm: Norm
-    qkv: Linear  # (3 * hidden, hidden)
+    qkv: Linear  # hidden -> 3 * hidden
     out: Linear
     mlp_norm: Norm
-    up: Linear  # (intermediate, hidden)
+    up: Linear  # hidden -> intermediate
     down: Linear
 
 
 class OPTModel:
-    """A decoder of `config.num_layers` layers whose weights come from `weights`."""
+    """A decoder of `config.num_layers` layers whose weights come from `weights`.
+
+    dtype: of weights and KV cache.  row_type: of what flows between the layers, see `engine.models.linear`.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         """Takes every tensor it needs.  Raises ModelLoadError for a missing tensor or a wrong shape."""
         self.config = config
         self._weights = weights
+        self.dtype = weights.dtype
+        self._pack, self.row_type = packing(weights.dtype, weights.device)
         c, start = config, "model.decoder."
         vocabulary = (c.vocab_size, c.embed_size)
         self.embedding = weights.take(start + "embed_tokens.weight", vocabulary)
@@ -48,11 +53,14 @@ class OPTModel:
         )
         self.project_in = self.project_out = None
         if c.embed_size != c.hidden_size:
-            self.project_in = weights.take(start + "project_in.weight", (c.hidden_size, c.embed_size))
-            self.project_out = weights.take(start + "project_out.weight", (c.embed_size, c.hidden_size))
+            self.project_in = self._pack(weights.take(start + "project_in.weight", (c.hidden_size, c.embed_size)), None)
+            self.project_out = self._pack(
+                weights.take(start + "project_out.weight", (c.embed_size, c.hidden_size)), None
+            )
         self.layers = [self._load_layer(f"{start}layers.{i}.") for i in range(c.num_layers)]
         self.norm = self._load_norm(start + "final_layer_norm") if c.final_norm else None
-        self.head = self.embedding if c.tie_embeddings else weights.take("lm_head.weight", vocabulary)
+        head = self.embedding if c.tie_embeddings else weights.take("lm_head.weight", vocabulary)
+        self.head = self._pack(head, None)
         self.scale = c.head_dim**-0.5
         del self._weights
 
@@ -60,14 +68,14 @@ class OPTModel:
         if not self.config.norm_affine:
             return None, None
         shape = (self.config.hidden_size,)
-        return self._weights.take(name + ".weight", shape), self._weights.take(name + ".bias", shape)
+        weight, bias = self._weights.take(name + ".weight", shape), self._weights.take(name + ".bias", shape)
+        return weight.to(self.row_type), bias.to(self.row_type)
 
     def _load_linear(self, names: list[str], rows: int, columns: int) -> Linear:
         count = [rows] * len(names)
         weight = self._weights.stack([name + ".weight" for name in names], count, (columns,))
-        if not self.config.mlp_bias:
-            return weight, None
-        return weight, self._weights.stack([name + ".bias" for name in names], count)
+        bias = self._weights.stack([name + ".bias" for name in names], count) if self.config.mlp_bias else None
+        return self._pack(weight, bias)
 
     def _load_layer(self, prefix: str) -> _Layer:
         hidden, wide = self.config.hidden_size, self.config.intermediate_size
@@ -80,28 +88,28 @@ class OPTModel:
             down=self._load_linear([prefix + "fc2"], hidden, wide),
         )
 
-    def forward(self, tokens: Tensor, positions: Tensor, metadata: AttentionMetadata, cache: KVCache) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, metadata: Metadata, cache: KVCache) -> Tensor:
         """Hidden states (tokens, embed_size) of a flat batch; tokens and positions (tokens,) int64."""
         c = self.config
-        hidden = F.embedding(tokens, self.embedding)
+        hidden = F.embedding(tokens, self.embedding).to(self.row_type)
         if self.project_in is not None:
-            hidden = F.linear(hidden, self.project_in)
+            hidden = self.project_in(hidden)
         hidden = hidden + F.embedding(positions + POSITION_OFFSET, self.positions)
         for i, layer in enumerate(self.layers):
             x = layer_norm(hidden, *layer.attention_norm, EPS) if c.norm_before else hidden
-            heads = F.linear(x, *layer.qkv).view(len(x), 3, c.num_heads, c.head_dim)
+            heads = layer.qkv(x).view(len(x), 3, c.num_heads, c.head_dim)
             mixed = attend(heads[:, 0], heads[:, 1], heads[:, 2], i, cache, metadata, self.scale)
-            hidden = hidden + F.linear(mixed, *layer.out)
+            hidden = hidden + layer.out(mixed)
             if not c.norm_before:
                 hidden = layer_norm(hidden, *layer.attention_norm, EPS)
             x = layer_norm(hidden, *layer.mlp_norm, EPS) if c.norm_before else hidden
-            hidden = hidden + F.linear(activation(F.linear(x, *layer.up), "relu"), *layer.down)
+            hidden = hidden + layer.down(activation(layer.up(x), "relu"))
             if not c.norm_before:
                 hidden = layer_norm(hidden, *layer.mlp_norm, EPS)
         if self.norm is not None:
             hidden = layer_norm(hidden, *self.norm, EPS)
-        return hidden if self.project_out is None else F.linear(hidden, self.project_out)
+        return hidden if self.project_out is None else self.project_out(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocab_size) float32 for the rows (rows, embed_size) that sample."""
-        return F.linear(hidden, self.head).float()
+        return self.head(hidden).float()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from engine.models.config import RopeConfig
+from engine.models.config import ModelConfig, RopeConfig
 from engine.models.errors import ModelLoadError
 
 
@@ -38,3 +39,28 @@ def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of position times frequency, each (tokens, head_dim / 2) float32.  positions (tokens,) int64."""
     turned = positions[:, None].float() * frequencies
     return turned.cos(), turned.sin()
+
+
+class Turns:
+    """cos + i sin of every position, for heads whose pairs are neighbours: turning them is one product in place.
+
+    The table grows with the positions that are asked for.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim)
+        self._table = torch.empty((0, 1, config.head_dim // 2), dtype=torch.complex64)
+
+    def at(self, positions: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function that turns float32 heads (tokens, heads, head_dim) of these positions in place."""
+        last = int(positions.max()) if len(positions) else 0
+        if last >= len(self._table):
+            cos, sin = angles(torch.arange(1 << (last + 256).bit_length()), self._frequencies)
+            self._table = torch.complex(cos, sin)[:, None]
+        turns = self._table[positions]
+
+        def turn(heads: Tensor) -> Tensor:
+            torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2)).mul_(turns)
+            return heads
+
+        return turn
