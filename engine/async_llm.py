@@ -24,12 +24,11 @@ from engine.errors import (
     ConfigError,
     EngineDeadError,
     EngineStalledError,
-    InvalidParameterError,
     InvalidPromptError,
     QueueFullError,
-    RefusedError,
     ShutdownError,
     UnavailableError,
+    reason_of,
 )
 from engine.llm import Message, Prompt, build_core, check_messages, prompt_of
 from engine.outputs import CompletionOutput, RequestOutput
@@ -40,6 +39,8 @@ from engine.tokenizer import Tokenizer
 logger = logging.getLogger("lawful")
 
 T = TypeVar("T")
+
+INLINE = 4096  # characters that are turned into tokens at once; longer texts go to a thread, so that nobody waits
 
 
 class AsyncLLM:
@@ -95,6 +96,7 @@ class AsyncLLM:
         self.stall_timeout = stall_timeout
         self.refused: Counter[str] = Counter()  # before they reached the engine, by reason
         self.draining = False
+        self._when_closing: list[Callable[[], None]] = []
         self._stopped = False
         self._stalled = False
         self._names = itertools.count()
@@ -123,10 +125,20 @@ class AsyncLLM:
         request_id: unique among unfinished requests; made up if not given.
         Raises what `LLM.generate` raises, DuplicateError, RequestFailedError, and UnavailableError of all kinds.
         """
-        given, text = prompt_of(prompt)
-        shown = given if isinstance(given, str) else text
-        params = sampling_params or SamplingParams()
-        stream = self.submit(given, params, request_id, prompt_text=text, deltas=params.width == params.n)
+        try:
+            self.check_available(1)
+            given, shown = prompt_of(prompt)
+            if isinstance(given, str):
+                shown = given
+                if given and self.core.tokenizer is not None:
+                    given = await self.encode(given)
+            params = sampling_params or SamplingParams()
+            stream = self.submit(
+                given, params, request_id, prompt_text=shown, priority=priority, deltas=params.width == params.n
+            )
+        except (ValueError, TypeError, UnavailableError) as error:
+            self.refuse(error)
+            raise
         state = RequestOutput(stream.request_id, shown, stream.prompt_token_ids)
         state.outputs = [CompletionOutput(index, "", []) for index in range(params.n)]
         try:
@@ -150,11 +162,16 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         """Answer one conversation through the model's chat template; otherwise as `generate`."""
-        check_messages(messages)
-        text = self.tokenizer.apply_chat_template(
-            messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt
-        )
-        prompt = {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        try:
+            self.check_available(1)
+            check_messages(messages)
+            text = self.tokenizer.apply_chat_template(
+                messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt
+            )
+            prompt = {"prompt": text, "prompt_token_ids": await self.encode(text, add_special_tokens=False)}
+        except (ValueError, TypeError, UnavailableError) as error:
+            self.refuse(error)
+            raise
         generator = self.generate(prompt, sampling_params, request_id)
         try:
             async for output in generator:
@@ -185,19 +202,29 @@ class AsyncLLM:
         """Check a request and hand it to the engine; its stream.
 
         deltas: the stream will be read piece by piece.  ready: an event to share with other streams.
+        What it raises is not counted: whoever speaks to the caller does that, once, with `refuse`.
         """
         arrival = time.monotonic() if arrival_time is None else arrival_time
         self.check_available(1)
-        try:
-            token_ids = self.core.check_request(prompt, params, priority=priority)
-            name = f"request-{next(self._names)}" if request_id is None else request_id
-            return self._accept(name, prompt, prompt_text, token_ids, params, deltas, ready, arrival)
-        except RefusedError as error:
-            self.refused[error.reason] += 1
-            raise
-        except (ValueError, TypeError) as error:
-            self.refused["invalid_parameter" if isinstance(error, InvalidParameterError) else "invalid_prompt"] += 1
-            raise
+        token_ids = self.core.check_request(prompt, params, priority=priority)
+        name = f"request-{next(self._names)}" if request_id is None else request_id
+        return self._accept(name, prompt, prompt_text, token_ids, params, deltas, ready, arrival)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt: of a long one in a thread, of a hopelessly long one not at all (RefusedError)."""
+        tokenizer = self.tokenizer
+        self.core.check_text(text)
+        if len(text) < INLINE:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+    def refuse(self, error: Exception | str) -> None:
+        """Count a request that was not accepted, by its reason."""
+        self.refused[error if isinstance(error, str) else reason_of(error)] += 1
+
+    def refusals(self) -> dict[str, int]:
+        """Requests that were not accepted so far, by reason: the one sum that everything shows."""
+        return dict(self.refused + Counter(self.engine.snapshot.refused))
 
     def _accept(
         self,
@@ -232,22 +259,21 @@ class AsyncLLM:
         return stream
 
     def check_available(self, requests: int) -> None:
-        """Raise UnavailableError, and count it, unless so many requests may be handed in now."""
+        """Raise UnavailableError unless so many requests may be handed in now."""
         error = self._unavailable(requests)
         if error is not None:
-            self.refused[error.reason] += requests
             raise error
 
     def _unavailable(self, requests: int) -> UnavailableError | None:
         if self.engine.dead is not None:
             return EngineDeadError(f"the engine has stopped: {said(self.engine.dead)}")
-        if self.draining or self._stopped:
+        if self.closing:
             return ShutdownError("the server is shutting down and takes no new requests")
         if not self.engine.started:
             return EngineDeadError("the engine was not started: await start() first")
         if self.stalled_for() is not None:
             return EngineStalledError(self._stall_message())
-        queued = self.engine.num_queued
+        queued = self.engine.num_waiting(self.max_queued_requests - requests + 1)
         if queued + requests > self.max_queued_requests:
             return QueueFullError(
                 f"{queued} requests wait and {requests} more would pass the limit of {self.max_queued_requests}; "
@@ -306,12 +332,26 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
+    @property
+    def closing(self) -> bool:
+        """No new requests are taken any more."""
+        return self.draining or self._stopped
+
+    def when_closing(self, callback: Callable[[], None]) -> None:
+        """Call back, in the event loop, when no new requests are taken any more, and once more at the very end."""
+        self._when_closing.append(callback)
+
+    def _tell_closing(self) -> None:
+        for callback in self._when_closing:
+            callback()
+
     async def drain(self, timeout: float) -> bool:
         """Take no new requests and wait for those there are; whether all ended within `timeout` seconds.
 
         What is left then ends with ShutdownError.
         """
         self.draining = True
+        self._tell_closing()
         until = time.monotonic() + timeout
         while self.engine.streams and time.monotonic() < until and self.engine.dead is None and not self._stopped:
             await asyncio.sleep(0.02)
@@ -323,6 +363,7 @@ class AsyncLLM:
     async def shutdown(self, timeout: float = 2.0) -> bool:
         """End what is unfinished and stop the thread; False if it did not stop within `timeout` seconds."""
         self._stopped = True
+        self._tell_closing()
         self.engine.fail_all(ShutdownError("the engine is shut down"))
         self.engine.stop()
         if self._watchdog is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from engine.scheduler import SchedulerConfig
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig
 
-logger = logging.getLogger("lawful")
 
 GIB = 1 << 30
 CPU_POOL_LIMIT = 4 * GIB  # a pool in main memory beyond this only postpones preemption
@@ -169,11 +167,6 @@ class EngineArgs:
                     f"{self.block_size}): a sequence of that length could never run; lower max_model_len to "
                     f"{capacity} or enlarge the pool"
                 )
-            logger.info(
-                "max_model_len is lowered from the model's %d to the %d tokens that the KV cache pool holds",
-                max_model_len,
-                capacity,
-            )
             max_model_len = max(2, capacity)
         return SchedulerConfig(
             num_gpu_blocks=gpu,

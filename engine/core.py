@@ -18,7 +18,7 @@ from typing import Protocol
 
 from engine.branch import BranchOutput
 from engine.dump import dump_step
-from engine.errors import InvalidParameterError, InvalidPromptError, RefusedError
+from engine.errors import InvalidParameterError, InvalidPromptError, RefusedError, reason_of
 from engine.outputs import RequestMetrics, RequestOutput, completions
 from engine.request import RequestState, StepOutput
 from engine.runner import Runner
@@ -49,6 +49,7 @@ class Observer(Protocol):
     def on_add(self, request_id: str, metrics: RequestMetrics, prompt_tokens: int, params: SamplingParams) -> None: ...
     def on_step(self, plan: Plan, started: float, ended: float) -> None: ...
     def on_departure(self, output: RequestOutput) -> None: ...
+    def close(self) -> None: ...
 
 
 class EngineCore:
@@ -103,7 +104,12 @@ class EngineCore:
         return str(next(self._names))
 
     def close(self) -> None:
-        """End the trace, if one is recorded; everything else goes on."""
+        """End the trace, if one is recorded, and let the observer hand on what it still has."""
+        self._close_trace()
+        if self.observer is not None:
+            self.observer.close()
+
+    def _close_trace(self) -> None:
         if self._end_trace is not None:
             self._end_trace()
 
@@ -127,6 +133,9 @@ class EngineCore:
             raise RefusedError(f"priority is {priority}; only 0 is supported", "priority")
         if params.stop and self.tokenizer is None:
             raise InvalidParameterError("stop", list(params.stop), "empty where no tokenizer makes text")
+        seqs = self.scheduler.config.seqs
+        if params.width > max(seqs, params.n):  # the scheduler knows one number and calls it n
+            raise RefusedError(f"best_of is {params.width} but max_num_seqs is {seqs}", "max_num_seqs")
         token_ids, text = self._tokenize(prompt, text)
         params.check_against_vocabulary(self.vocab_size)
         return token_ids, SequenceGroup(request_id, len(token_ids), n=params.width, max_tokens=params.max_tokens), text
@@ -146,11 +155,11 @@ class EngineCore:
         prompt: text, or token ids.  prompt_text: what token ids stand for, to be shown in outputs.
         Raises InvalidPromptError, InvalidParameterError or RefusedError, and then nothing has changed.
         """
-        token_ids, group, text = self._check(request_id, prompt, params, prompt_text, priority)
         try:
+            token_ids, group, text = self._check(request_id, prompt, params, prompt_text, priority)
             self.scheduler.add(group)
-        except RefusedError as error:
-            self.stats.refused[error.reason] += 1
+        except (ValueError, TypeError) as error:
+            self.stats.refused[reason_of(error)] += 1
             raise
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         state = RequestState(request_id, token_ids, params, seed, [[] for _ in range(params.width)])
@@ -170,10 +179,22 @@ class EngineCore:
         if self.observer is not None:
             self.observer.on_add(request_id, metrics, len(token_ids), params)
 
+    def check_text(self, text: str) -> None:
+        """Raise RefusedError for a text so long that it need not be turned into tokens to know that it is too long."""
+        limit = self.scheduler.config.max_model_len
+        least = 0 if self.tokenizer is None else self.tokenizer.at_least_tokens(text)
+        if least >= limit:
+            raise RefusedError(
+                f"the prompt has {len(text)} characters, which are {least} tokens or more; max_model_len is {limit} "
+                f"and at most {limit - 1} tokens are allowed",
+                "max_model_len",
+            )
+
     def _tokenize(self, prompt: str | Sequence[int], prompt_text: str | None) -> tuple[list[int], str | None]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidPromptError("the prompt is text but the tokenizer was not loaded; give token ids")
+            self.check_text(prompt)
             encoded = self.tokenizer.encode(prompt)
             if not encoded:
                 raise InvalidPromptError("the prompt is empty; it must have at least 1 token")
@@ -231,7 +252,7 @@ class EngineCore:
     def begin_anew(self) -> None:
         """The scheduler's books cannot be trusted: an empty one, and an end as aborted for every request."""
         logger.warning("the engine was torn out of a step and begins anew; %d requests end", len(self._requests))
-        self.close()  # a trace tells of one scheduler
+        self._close_trace()  # a trace tells of one scheduler
         self.scheduler = Scheduler(self.scheduler.config)
         self.torn = False
         for request in list(self._requests.values()):

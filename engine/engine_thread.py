@@ -17,8 +17,10 @@ from engine.core import EngineCore
 from engine.dump import dump_step
 from engine.errors import DuplicateError, EngineDeadError
 from engine.outputs import RequestOutput
+from engine.scheduler import SequenceGroup
 from engine.stats import Snapshot
 from engine.stream import RequestStream
+from engine.why import taken_next
 
 logger = logging.getLogger("lawful")
 
@@ -47,7 +49,7 @@ class EngineThread:
         self._streams: dict[str, RequestStream] = {}  # unfinished
         self._dirty: list[RequestStream] = []
         self._waking = False  # a call of `_wake` is on its way
-        self._inbox: deque[tuple[Command, bool]] = deque()  # (what to do between two steps, whether it adds a request)
+        self._inbox: deque[tuple[Command, SequenceGroup | None]] = deque()  # what to do between two steps; what it adds
         self._bell = threading.Event()
         self._stop = False
         self._thread: threading.Thread | None = None
@@ -81,10 +83,19 @@ class EngineThread:
         """There is something to do."""
         return bool(self._inbox) or self.core.scheduler.has_unfinished()
 
-    @property
-    def num_queued(self) -> int:
-        """Requests that wait for a step, handed in or on their way."""
-        return len(self.core.scheduler.waiting) + sum(adds for _, adds in list(self._inbox))
+    def num_waiting(self, limit: int) -> int:
+        """Requests that wait for a step, handed in or on their way; exact from `limit` on.
+
+        Those that the next step takes do not wait: they are only on their way.
+        """
+        arrivals = [group for _, group in list(self._inbox) if group is not None]
+        waiting = len(self.core.scheduler.waiting) + len(arrivals)
+        if waiting < limit:
+            return waiting
+        try:
+            return waiting - taken_next(self.core.scheduler, arrivals)
+        except (RuntimeError, LookupError):  # the state changed while it was read
+            return waiting
 
     @property
     def streams(self) -> list[RequestStream]:
@@ -97,14 +108,14 @@ class EngineThread:
         return self._streams.get(request_id)
 
     def add(self, stream: RequestStream, command: Command) -> None:
-        """Hand a request in.  Raises DuplicateError."""
+        """Hand a request in: `command` adds it.  Raises DuplicateError."""
         with self.lock:
             if stream.request_id in self._streams:
                 raise DuplicateError(stream.request_id)
             self._streams[stream.request_id] = stream
-        self.post(command, adds=True)
+        self.post(command, SequenceGroup(stream.request_id, len(stream.prompt_token_ids), stream.width))
 
-    def post(self, command: Command, *, adds: bool = False) -> None:
+    def post(self, command: Command, adds: SequenceGroup | None = None) -> None:
         """Do something between two steps, in order."""
         if not self.busy:
             self.progress = time.monotonic()
@@ -165,7 +176,7 @@ class EngineThread:
 
     def _serve_inbox(self) -> None:
         while self._inbox:
-            self._inbox[0][0]()  # it leaves the queue only when done, so that `num_queued` never misses it
+            self._inbox[0][0]()  # it leaves the queue only when done, so that `num_waiting` never misses it
             self._inbox.popleft()
 
     def _step(self) -> None:

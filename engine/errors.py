@@ -64,6 +64,17 @@ class EngineDeadError(UnavailableError):
     reason = "dead"
 
 
+def reason_of(error: Exception) -> str:
+    """A short word for why a request was not accepted: the label of metrics, the same for every way in."""
+    if isinstance(error, RefusedError | UnavailableError):
+        return error.reason
+    if isinstance(error, InvalidParameterError):
+        return "invalid_value"
+    if isinstance(error, InvalidPromptError | TokenizerError):
+        return "invalid_prompt"
+    return "invalid_request"
+
+
 __all__ = [
     "ConfigError",
     "DuplicateError",
@@ -79,4 +90,5 @@ __all__ = [
     "ShutdownError",
     "TokenizerError",
     "UnavailableError",
+    "reason_of",
 ]

@@ -55,6 +55,13 @@ def build_core(args: EngineArgs) -> EngineCore:
         memory = free_memory(device) - peak
         logger.info("the largest step takes %.2f GiB beside weights and cache", peak / 2**30)
     config = args.scheduler_config(model_config, block_bytes, device, memory)
+    longest = model_config.check_max_model_len(args.max_model_len)
+    if config.max_model_len < longest:
+        logger.info(
+            "max_model_len is lowered from the model's %d to the %d tokens that the KV cache pool holds",
+            longest,
+            config.max_model_len,
+        )
     try:
         cache = KVCache(model_config, config.num_gpu_blocks, config.num_cpu_blocks, args.block_size, dtype, device)
     except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # torch's own words help nobody here

@@ -29,13 +29,14 @@ GREEDY_BELOW = 1e-5  # a temperature below this is greedy: dividing by it says n
 class InvalidParameterError(ValueError):
     """A sampling parameter has a value that is not allowed.
 
-    parameter: the name of the field.  value: what was given.
+    parameter: the name of the field.  value: what was given.  allowed: in words.
     """
 
     def __init__(self, parameter: str, value: object, allowed: str) -> None:
         super().__init__(f"{parameter} must be {allowed}, got {_shown(value)}")
         self.parameter = parameter
         self.value = value
+        self.allowed = allowed
 
 
 def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -87,6 +87,9 @@ def _key(args: argparse.Namespace) -> str | None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from engine.server.signals import end_on_signal
+
+    end_on_signal()  # before the imports, which take seconds
     from engine.cli import engine_args
     from engine.llm import build_core
     from engine.server.lifecycle import listen, serve
@@ -96,11 +99,11 @@ def _serve(args: argparse.Namespace) -> int:
         args.model = args.model_name
     options = server_options(args)
     listener = listen(options.host, options.port)  # a port in use is noticed before a model is loaded
+    tracer = start_tracing(options.otlp_traces_endpoint, args.model) if options.otlp_traces_endpoint else None
     core = build_core(engine_args(args))
+    core.observer = tracer
     if core.tokenizer is not None and (options.chat_template or core.tokenizer.chat_template):
         _warm_up(core.tokenizer, options.chat_template)
-    if options.otlp_traces_endpoint is not None:
-        core.observer = start_tracing(options.otlp_traces_endpoint, args.model)
     return serve(core, options, args.model, listener)
 
 

@@ -58,7 +58,7 @@ class _Gathered:
 class RequestStream:
     """The output of one request, as it comes.
 
-    prompt_token_ids, max_tokens: what the engine made of the request.
+    prompt_token_ids: what the engine made of the prompt.  width: its branches, max(n, best_of).
     deltas: whether somebody reads it piece by piece; else only the result is handed over.
     ready: set when there is something to take; several streams may share one.
     """
@@ -76,6 +76,7 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
+        self.width = width
         self.deltas = deltas
         self.ready = ready
         self.output: RequestOutput | None = None  # the last one

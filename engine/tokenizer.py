@@ -11,7 +11,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.  add_special_tokens: put those around it that the model expects (BOS, say)."""
+
+    @abstractmethod
+    def at_least_tokens(self, text: str) -> int:
+        """Surely no more than `len(encode(text))`, told from the text's length alone; 0 where nothing is sure."""
 
     @abstractmethod
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -132,6 +136,20 @@ class FastTokenizer(Tokenizer):
         except Exception as error:  # the library raises plain ones: a vocabulary without an unknown token, say
             raise TokenizerError(f"the tokenizer cannot encode this text: {error}") from error
 
+    def at_least_tokens(self, text: str) -> int:
+        if len(text) < _LONG or self._most_characters is None:  # a short one is encoded in a moment
+            return 0
+        most, lost = self._most_characters
+        return -(-(len(text) - sum(map(text.count, lost))) // most)
+
+    @cached_property
+    def _most_characters(self) -> tuple[int, str] | None:
+        """The most characters of a text that one token stands for, and the characters that leave no token at all.
+
+        None where there may be no such number.
+        """
+        return _most_characters(self._backend)
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         ids = list(token_ids)
         try:
@@ -191,6 +209,10 @@ class ByteTokenizer(Tokenizer):
             ids.append(token_id)
             at += len(self._pieces[token_id])
         return ids
+
+    def at_least_tokens(self, text: str) -> int:
+        longest = len(self._pieces[self._longest_first[0]]) if self._longest_first else 1
+        return -(-len(text) // longest)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         kept = (i for i in token_ids if not (skip_special_tokens and i in self.special_token_ids))
@@ -323,6 +345,52 @@ def _piece_decoder(backend: Backend) -> Any:
         pattern, content = replace["pattern"].get("String"), replace["content"]
         return None if pattern is None else lambda piece: _sentence_piece(piece.replace(pattern, content))
     return None
+
+
+def _most_characters(backend: Backend) -> tuple[int, str] | None:
+    """See `FastTokenizer`.  Only BPE that never merges characters into "unknown" or cuts a text off has a bound."""
+    from tokenizers import models
+
+    model = backend.model
+    added = backend.get_added_tokens_decoder().values()
+    if not isinstance(model, models.BPE) or backend.truncation or any(t.lstrip or t.rstrip for t in added):
+        return None  # such an added token takes any number of spaces with it
+    before = _steps(backend.normalizer, "normalizers")
+    shrinks = 1
+    for step in before:
+        if step["type"] == "NFC":
+            shrinks *= 4  # the longest canonical decomposition of one character
+        elif step["type"] == "Replace":
+            pattern = step["pattern"].get("String")
+            if pattern is None or len(pattern) > len(step["content"]):
+                return None
+        elif step["type"] != "Prepend":
+            return None
+    splits = _steps(backend.pre_tokenizer, "pretokenizers")
+    if any(
+        step["type"] not in ("ByteLevel", "Digits", "Metaspace", "Split") or step.get("behavior") == "Removed"
+        for step in splits
+    ):
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    lost = ""
+    if any(step["type"] == "ByteLevel" for step in splits):
+        # A byte without a token vanishes.  A character beyond ASCII has a byte from 0x80 to 0xBF, which keeps it.
+        missing = [byte for character, byte in _byte_of_character().items() if character not in vocabulary]
+        if any(0x80 <= byte < 0xC0 for byte in missing):
+            return None
+        lost = "".join(chr(byte) for byte in missing if byte < 0x80)
+    elif not (model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))):
+        return None
+    return shrinks * max(map(len, vocabulary)), lost  # a character of a byte-level piece is a byte
+
+
+def _steps(part: Any, key: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as its settings, one after another."""
+    if part is None:
+        return []
+    state: dict[str, Any] = json.loads(part.__getstate__())
+    return list(state.get(key, [state]))
 
 
 @cache

@@ -10,15 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, TracerProvider
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
 
     from engine.outputs import RequestMetrics, RequestOutput
     from engine.sampling import SamplingParams
     from engine.scheduler import Plan
+
+EXPORT_TIMEOUT = 3  # seconds that a collector may take; at the end of a server it is waited for that long
 
 
 class _Request:
@@ -38,6 +42,7 @@ class RequestTracer:
         from opentelemetry import trace
 
         self._trace = trace
+        self._provider = provider
         self._tracer = provider.get_tracer("lawful")
         self._model = model
         self._requests: dict[str, _Request] = {}
@@ -109,6 +114,10 @@ class RequestTracer:
             root.set_status(self._trace.StatusCode.ERROR, output.error)
         root.end(over)
 
+    def close(self) -> None:
+        """Send what has not been sent; a collector that does not answer is not waited for long."""
+        self._provider.shutdown()
+
     def _ns(self, moment: float) -> int:
         return self._zero + int(moment * 1e9)
 
@@ -127,13 +136,25 @@ class RequestTracer:
 
 
 def start_tracing(endpoint: str, model: str) -> RequestTracer:
-    """A tracer that exports to an OTLP endpoint over HTTP.  Raises ConfigError when the packages are missing."""
+    """A tracer that exports to an OTLP endpoint over HTTP, as protobuf.
+
+    endpoint: of a collector, as http://host:4318; without a path /v1/traces is meant, as the protocol has it.
+    Raises ConfigError for another kind of endpoint, and when the packages are missing.
+    """
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"otlp_traces_endpoint is {endpoint!r}; it must be an OTLP endpoint over HTTP, as http://localhost:4318"
+        )
+    if parts.path in ("", "/"):
+        endpoint = parts._replace(path="/v1/traces").geturl()
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(f"spans need more packages ({error.name} is missing): pip install 'lawful[otel]'") from None
-    return RequestTracer(provider_of([BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))]), model)
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT)
+    return RequestTracer(provider_of([BatchSpanProcessor(exporter)]), model)
 
 
 def provider_of(processors: Sequence[Any]) -> TracerProvider:

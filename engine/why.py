@@ -5,6 +5,7 @@ Computed from a scheduler at a step boundary; it changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from engine.scheduler import Scheduler, SequenceGroup
@@ -63,6 +64,32 @@ def waiting_reason(scheduler: Scheduler) -> str:
     if not scheduler.config.enable_chunked_prefill and scheduler.decodes_owed:
         return "the next step is owed to the decodes that the last one left out"
     return _tokens(scheduler, head) or _sequences(scheduler, head) or NEXT
+
+
+def taken_next(scheduler: Scheduler, arrivals: Iterable[SequenceGroup]) -> int:
+    """How many of those that wait, and of `arrivals` behind them, the next step admits if nothing else happens.
+
+    It may be asked in the midst of a step: what the step has given out counts as given.
+    """
+    if scheduler.swapped:
+        return 0
+    config, running = scheduler.config, list(scheduler.running)
+    free, tokens = int(scheduler.blocks.gpu_free), config.tokens
+    seqs = config.seqs - sum(int(group.live) for group in running)
+    for group in running:
+        lacks = int(group.deficit - group.tokens)
+        tokens -= lacks if lacks > 0 else int(group.live)
+        if group.is_decode and not group.tokens:
+            free -= int(scheduler.blocks.need(group))
+    taken = 0
+    for group in (*list(scheduler.waiting), *arrivals):
+        piece, cover = int(group.piece(tokens)), int(scheduler.blocks.cover(group))
+        watermark = config.watermark_blocks if running or taken else 0
+        whole = config.enable_chunked_prefill or piece == group.deficit
+        if piece <= 0 or not whole or cover + watermark > free or group.live > seqs:
+            break
+        tokens, free, seqs, taken = tokens - piece, free - cover, seqs - int(group.live), taken + 1
+    return taken
 
 
 def _has_decodes(scheduler: Scheduler) -> bool:

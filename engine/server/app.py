@@ -31,5 +31,5 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None, model_name: 
     if options.enable_ui:
         app.include_router(debug.ui_router)
     errors.install(app)
-    app.add_middleware(Gate, options=options)
+    app.add_middleware(Gate, llm=llm, options=options)
     return app

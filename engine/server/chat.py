@@ -13,8 +13,8 @@ from engine.outputs import RequestOutput
 from engine.sampling import SamplingParams
 from engine.server.answers import LogprobWriter, usage, usage_of
 from engine.server.encoding import JsonResponse, event
-from engine.server.errors import ApiError
-from engine.server.prompts import refuse_unsupported, sampling_params
+from engine.server.errors import ApiError, Names, named
+from engine.server.prompts import refuse_unsupported, sampling_params, width_name
 from engine.server.protocol import ChatRequest, ChatResponse, ErrorResponse, now
 from engine.server.service import Service, service_of
 from engine.server.streaming import EventStream, unless_disconnected
@@ -36,12 +36,14 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
-    given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    params = sampling_params(body, given, logprobs, body.best_of)
-    answer = _Answer(service, body, model, service.public_id(request, body.request_id, "chatcmpl"), params)
-    prompt = await service.prompts.of_chat(body)
+    limit = next((name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name) is not None), None)
     ready = asyncio.Event()
-    streams = service.submit(answer.id, [prompt], params, deltas=bool(body.stream), ready=ready)
+    with named(Names("messages", limit, "top_logprobs", width_name(body))):
+        most = None if limit is None else getattr(body, limit)
+        params = sampling_params(body, most, logprobs, body.best_of)
+        answer = _Answer(service, body, model, service.public_id(request, body.request_id, "chatcmpl"), params)
+        prompt = await service.prompts.of_chat(body)
+        streams = service.submit(request, answer.id, [prompt], params, deltas=bool(body.stream), ready=ready)
     if body.stream:
         return EventStream(
             answer.events(streams[0]), lambda: service.close(answer.id, streams), service.options.write_timeout

@@ -13,8 +13,8 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling import SamplingParams
 from engine.server.answers import LogprobWriter, usage, usage_of
 from engine.server.encoding import JsonResponse, event
-from engine.server.errors import ApiError
-from engine.server.prompts import PromptTokens, refuse_unsupported, sampling_params
+from engine.server.errors import ApiError, Names, named
+from engine.server.prompts import PromptTokens, refuse_unsupported, sampling_params, width_name
 from engine.server.protocol import CompletionRequest, CompletionResponse, ErrorResponse, now
 from engine.server.service import Service, service_of
 from engine.server.streaming import EventStream, unless_disconnected
@@ -40,13 +40,15 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         )
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     scoring = max_tokens == 0 and bool(body.echo)
-    params = sampling_params(body, 1 if scoring else max_tokens, logprobs, body.best_of)
-    answer = _Answer(service, body, model, service.public_id(request, body.request_id, "cmpl"), params)
-    answer.prompts = await service.prompts.of_completion(body)
-    if scoring:
-        return answer.echo_alone()
     ready = asyncio.Event()
-    streams = service.submit(answer.id, answer.prompts, params, deltas=bool(body.stream), ready=ready)
+    names = Names("prompt", None if body.max_tokens is None else "max_tokens", width=width_name(body))
+    with named(names):
+        params = sampling_params(body, 1 if scoring else max_tokens, logprobs, body.best_of)
+        answer = _Answer(service, body, model, service.public_id(request, body.request_id, "cmpl"), params)
+        answer.prompts = await service.prompts.of_completion(body)
+        if scoring:
+            return answer.echo_alone()
+        streams = service.submit(request, answer.id, answer.prompts, params, deltas=bool(body.stream), ready=ready)
     if body.stream:
         return EventStream(
             answer.events(streams, ready), lambda: service.close(answer.id, streams), service.options.write_timeout
@@ -79,7 +81,7 @@ class _Answer:
             if len(prompt.token_ids) > limit:
                 message = f"the prompt has {len(prompt.token_ids)} tokens; max_model_len is {limit}"
                 raise ApiError(message, param="prompt", code="context_length_exceeded")
-            self.service.check_token_ids(prompt.token_ids)
+            self.service.check_token_ids("prompt", prompt.token_ids)
         choices = [
             self._choice(i * self.params.n + k, self._text_of(prompt), finish_reason="length")
             for i, prompt in enumerate(self.prompts)

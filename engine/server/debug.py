@@ -42,6 +42,8 @@ async def scheduler_state(request: Request, blocks: bool = False) -> Response:
     state["health"] = llm.health() or "ok"
     state["model"] = service.model_names[0]
     state["queued_limit"] = llm.max_queued_requests
+    state["refused_by"] = llm.refusals()
+    state["totals"]["requests_refused"] = sum(state["refused_by"].values())
     return JsonResponse(state)
 
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 import engine
 from engine.server.encoding import JsonResponse
-from engine.server.errors import ApiError
+from engine.server.errors import ApiError, Names, named
 from engine.server.prompts import PromptTokens
 from engine.server.protocol import (
     DetokenizeRequest,
@@ -67,15 +67,17 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("give prompt or messages, and not both", param="prompt")
-    if body.messages is not None:
-        prompt = await service.prompts.of_messages(
-            body.messages,
-            special=bool(body.add_special_tokens),
-            add_generation_prompt=body.add_generation_prompt is not False,
-        )
-    else:
-        assert body.prompt is not None
-        prompt = PromptTokens(await service.prompts.encode(body.prompt, body.add_special_tokens is not False), None)
+    with named(Names("prompt" if body.messages is None else "messages")):
+        if body.messages is not None:
+            prompt = await service.prompts.of_messages(
+                body.messages,
+                special=bool(body.add_special_tokens),
+                add_generation_prompt=body.add_generation_prompt is not False,
+                limited=False,
+            )
+        else:
+            assert body.prompt is not None
+            prompt = PromptTokens(await service.prompts.count(body.prompt, body.add_special_tokens is not False), None)
     answer: dict[str, Any] = {
         "count": len(prompt.token_ids),
         "max_model_len": service.max_model_len,
@@ -92,5 +94,6 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids."""
     service = service_of(request)
     service.check_model(body.model)
-    service.check_token_ids(body.tokens)
-    return JsonResponse({"prompt": service.llm.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    with named(Names("tokens")):
+        service.check_token_ids("tokens", body.tokens)
+        return JsonResponse({"prompt": await service.prompts.decode(body.tokens)})

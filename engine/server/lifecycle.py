@@ -2,6 +2,7 @@
 
 first SIGTERM or SIGINT   new requests get 503, unfinished ones have `drain_timeout` seconds, then status 0
 second one                what is unfinished is told so and ends now, status 0
+one before it listens     it ends at once, status 0
 the engine cannot go on   every client is told so, status 1
 """
 
@@ -11,11 +12,11 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
-import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
 
@@ -23,12 +24,14 @@ from engine.async_llm import AsyncLLM
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.server.app import create_app
+from engine.server.connections import Connection
 from engine.server.options import ServerOptions
+from engine.server.signals import SIGNALS, leave
 
 logger = logging.getLogger("lawful")
 
 LAST_WORDS = 1.0  # seconds that final events have to reach their clients
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+WORKERS = "lawful-text"  # threads that tokenize
 
 
 class _Server(uvicorn.Server):
@@ -58,6 +61,8 @@ class Lifecycle:
         self._now = asyncio.Event()
         config = uvicorn.Config(
             create_app(self.llm, options, model_name),
+            http=Connection,
+            ws="none",
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -91,6 +96,7 @@ class Lifecycle:
             await serving
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)  # it is ending: one more changes nothing
             ending.cancel()
         return stopped
 
@@ -146,16 +152,19 @@ def serve(core: EngineCore, options: ServerOptions, model_name: str, listener: s
     gc.freeze()  # the model's objects live as long as the server: no collection needs to look at them again
 
     async def main() -> tuple[int, bool]:
+        loop = asyncio.get_running_loop()
+        workers = ThreadPoolExecutor(thread_name_prefix=WORKERS)
+        loop.set_default_executor(workers)
         lifecycle = Lifecycle(core, options, model_name)
         stopped = await lifecycle.run(listener)
+        workers.shutdown(wait=False, cancel_futures=True)
+        loop.set_default_executor(ThreadPoolExecutor())  # the loop waits for its own one, however long a template runs
         return lifecycle.status, stopped
 
     status, stopped = asyncio.run(main())
     core.close()
     logger.info("the server has ended with status %d", status)
-    if not stopped:  # the thread hangs in a step: the interpreter would wait for what it holds
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    busy = any(thread.name.startswith(WORKERS) for thread in threading.enumerate())
+    if busy or not stopped:  # a thread hangs in a step or in a text: the interpreter would wait for what it holds
+        leave(status)
     return status

@@ -99,9 +99,7 @@ class EngineCollector(Collector):
             yield self._counter(name, text, value(snapshot))
         for name, (text, label, values) in LABELLED.items():
             yield self._labelled(name, text, label, values(snapshot))
-        refused = dict(snapshot.refused)
-        for reason, count in list(self._llm.refused.items()):
-            refused[reason] = refused.get(reason, 0) + count
+        refused = self._llm.refusals()
         yield self._labelled("requests_refused", "Requests that were not accepted, by reason.", "reason", refused)
         yield from self._histograms(snapshot)
         yield self._info()

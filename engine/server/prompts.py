@@ -8,16 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.async_llm import AsyncLLM
+from engine.async_llm import INLINE, AsyncLLM
 from engine.sampling import SamplingParams
 from engine.scheduler import SequenceGroup
 from engine.server.errors import ApiError
 from engine.server.options import ServerOptions
-from engine.server.protocol import REFUSED, ChatRequest, CompletionRequest, Message, Sampling
+from engine.server.protocol import REFUSED, TEMPLATE_FIELDS, ChatRequest, CompletionRequest, Message, Sampling
 
 T = TypeVar("T")
-
-INLINE = 4096  # characters that are turned into tokens at once; longer texts go to a thread, so that nobody waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +64,11 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
+def width_name(body: CompletionRequest | ChatRequest) -> str:
+    """What the client calls the number of branches."""
+    return "n" if body.best_of is None or body.best_of <= (body.n or 1) else "best_of"
+
+
 def refuse_unsupported(body: CompletionRequest | ChatRequest) -> None:
     """Raise ApiError for a field that asks for something this server cannot do."""
     for name in REFUSED:
@@ -76,6 +79,10 @@ def refuse_unsupported(body: CompletionRequest | ChatRequest) -> None:
         if body.response_format is not None and body.response_format.type != "text":
             message = f"response_format {body.response_format.type!r:.40} is not supported; only 'text' is"
             raise ApiError(message, param="response_format", code="unsupported_parameter")
+        if body.tool_choice not in (None, "none", "auto"):
+            raise ApiError(
+                "tool_choice asks for a tool and there are none: tools are not supported", param="tool_choice"
+            )
         if body.modalities not in (None, [], ["text"]):
             raise ApiError("modalities other than text are not supported", param="modalities")
     if body.stream_options is not None and not body.stream:
@@ -105,23 +112,36 @@ class PromptReader:
             limit = self._llm.max_queued_requests
             raise ApiError(f"prompt has {len(items)} entries; at most {limit} may be queued at all", param="prompt")
         special = body.add_special_tokens is not False
-        return [await self._one(item, special) for item in items]
+        for item in items:  # all of them before any is turned into tokens
+            if isinstance(item, str):
+                self._llm.core.check_text(item)
+            else:
+                self.check_length(item)
 
-    async def _one(self, item: str | list[int], special: bool) -> PromptTokens:
-        if isinstance(item, list):
-            self.check_length(item)
-            return PromptTokens(item, None)
-        return PromptTokens(await self.encode(item, special), item)
+        def read() -> list[PromptTokens]:
+            return [
+                PromptTokens(self._llm.tokenizer.encode(item, add_special_tokens=special), item)
+                if isinstance(item, str)
+                else PromptTokens(item, None)
+                for item in items
+            ]
+
+        return await _run(sum(len(item) for item in items if isinstance(item, str)), read)
 
     def check_length(self, token_ids: list[int]) -> None:
         """Refuse a hopeless prompt before its ids are looked at one by one."""
         if len(token_ids) > self._llm.core.scheduler.config.max_model_len:
             self._llm.core.scheduler.check(SequenceGroup("", len(token_ids), max_tokens=1))
 
-    async def encode(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text."""
+    async def count(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text of any length: it will not be a prompt."""
         encode = self._llm.tokenizer.encode
         return await _run(len(text), functools.partial(encode, text, add_special_tokens=special))
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids, however many."""
+        decode = self._llm.tokenizer.decode
+        return await _run(len(token_ids), functools.partial(decode, token_ids, skip_special_tokens=False))
 
     async def of_chat(self, body: ChatRequest) -> PromptTokens:
         """The conversation through the chat template."""
@@ -150,7 +170,9 @@ class PromptReader:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         arguments: dict[str, Any] | None = None,
+        limited: bool = True,
     ) -> PromptTokens:
+        """A conversation as tokens.  limited: refuse it unread if it is certainly too long for a prompt."""
         plain = [_plain(message, index) for index, message in enumerate(messages)]
         tokenizer = self._llm.tokenizer
         fixed = {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}
@@ -166,27 +188,35 @@ class PromptReader:
                 continue_final_message=continue_final_message,
                 **(arguments or {}),
             )
+            if limited:
+                self._llm.core.check_text(text)
             return PromptTokens(tokenizer.encode(text, add_special_tokens=special), text)
 
         size = sum(len(message["content"] or "") for message in plain)
-        try:
-            return await _run(INLINE if template else size, render)
-        except ValueError as error:
-            raise ApiError(str(error), param="messages", code="invalid_prompt") from error
+        return await _run(INLINE if template else size, render)
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates expect it: its text parts joined."""
+    """A message as templates expect it: its text parts joined, and without what is absent."""
+    place = f"messages[{index}]"
     content = message.content
     if isinstance(content, list):
-        for part in content:
+        for i, part in enumerate(content):
+            at = f"{place}.content[{i}]"
             if part.type != "text" or part.text is None:
-                kind = f"{part.type!r:.40}"
-                raise ApiError(f"messages[{index}] has a part of type {kind}; only text is supported", param="messages")
+                what = "has no text" if part.type == "text" else f"is of type {part.type!r:.40}; only text is supported"
+                raise ApiError(f"{at} {what}", param=at, code="unsupported_content")
+            for name in part.model_extra or ():
+                extra = f"{at}.{name:.60}"
+                raise ApiError(f"unknown parameter: {extra}", param=extra, code="unknown_parameter")
         content = "\n".join(part.text or "" for part in content)
     if content is None and message.role != "assistant":
-        raise ApiError(f"messages[{index}] has no content", param="messages")
-    return {**(message.model_extra or {}), "role": message.role, "content": content or ""}
+        raise ApiError(f"{place} has no content", param=f"{place}.content", code="missing_required_parameter")
+    if message.audio is not None:
+        raise ApiError(f"{place}.audio is not supported", param=f"{place}.audio", code="unsupported_parameter")
+    more = {name: value for name in TEMPLATE_FIELDS if (value := getattr(message, name)) is not None}
+    role = "system" if message.role == "developer" else message.role  # templates know the older word
+    return {**more, "role": role, "content": content or ""}
 
 
 async def _run(size: int, function: Callable[[], T]) -> T:

@@ -10,7 +10,7 @@ import time
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator
 
 
 class _FirstError(FailFast):
@@ -105,13 +105,33 @@ class ContentPart(BaseModel):
     text: str | None = None
 
 
-class Message(BaseModel):
-    """A message; fields beside these reach the chat template."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+TEMPLATE_FIELDS = ("name", "tool_calls", "tool_call_id", "function_call", "reasoning_content")
 
-    model_config = ConfigDict(extra="allow", strict=True)
 
-    role: str
+class Message(Body):
+    """A message of a conversation.  Those of answers may come back as they were."""
+
+    role: str = Field(description=f"one of {', '.join(ROLES)}")
     content: str | list[ContentPart] | None = None
+    name: str | None = Field(None, description="for the chat template, as the next four")
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
+    reasoning_content: str | None = None
+    refusal: Any = Field(None, description="ignored")
+    annotations: Any = Field(None, description="ignored")
+    audio: Any = Field(None, description="not supported: must be absent or null")
+
+    @field_validator("role")
+    @classmethod
+    def _known(cls, role: str) -> str:
+        if role not in ROLES:
+            raise ValueError(f"{role!r:.60} is no role; allowed are {', '.join(ROLES)}")
+        return role
+
+
+Messages = Annotated[list[Message], _FirstError()]
 
 
 class ResponseFormat(BaseModel):
@@ -126,7 +146,7 @@ class ChatRequest(Sampling, Ignored):
     """POST /v1/chat/completions."""
 
     model: str | None = None
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     best_of: int | None = None
@@ -158,7 +178,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = True
     return_token_strs: bool | None = False

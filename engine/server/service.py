@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from fastapi import Request
 
 from engine.async_llm import AsyncLLM
+from engine.errors import DuplicateError
 from engine.outputs import RequestOutput
-from engine.sampling import InvalidParameterError, SamplingParams, check_token_ids
+from engine.sampling import SamplingParams, check_token_ids
 from engine.server.errors import ApiError
 from engine.server.options import ServerOptions
 from engine.server.prompts import PromptReader, PromptTokens
 from engine.server.protocol import ID_PATTERN, random_id
 from engine.stream import RequestStream
+
+ACCEPTED = "accepted"  # key of a request's state: the engine has it, so whatever goes wrong is no refusal
 
 
 class Service:
@@ -54,12 +57,13 @@ class Service:
         name: str = given or request.scope["state"]["request_id"]
         return f"{kind}-{name}"
 
-    def check_token_ids(self, token_ids: list[int]) -> None:
-        """Raise InvalidParameterError unless the model has all of them."""
-        check_token_ids("prompt", token_ids, self.llm.core.vocab_size)
+    def check_token_ids(self, field: str, token_ids: list[int]) -> None:
+        """Raise InvalidParameterError, naming the field, unless the model has all of them."""
+        check_token_ids(field, token_ids, self.llm.core.vocab_size)
 
     def submit(
         self,
+        request: Request,
         name: str,
         prompts: Sequence[PromptTokens],
         params: SamplingParams,
@@ -70,9 +74,10 @@ class Service:
         """Hand all prompts of a request to the engine, or none of them.  `close` must be called afterwards."""
         self.llm.check_available(len(prompts))
         if name in self._ids:
-            self.llm.refused["duplicate_id"] += 1
-            message = f"request id {name!r} is in use by an unfinished request; choose another"
-            raise ApiError(message, param="request_id", code="duplicate_request_id")
+            raise DuplicateError(name)
+        if len(prompts) > 1:
+            for prompt in prompts:  # before the first of them is on its way
+                self.llm.core.check_request(prompt.token_ids, params)
         arrival = time.monotonic()
         streams: list[RequestStream] = []
         try:
@@ -90,13 +95,12 @@ class Service:
                         arrival_time=arrival,
                     )
                 )
-        except Exception as error:
+        except Exception:
             for stream in streams:
                 stream.abort()
-            if isinstance(error, InvalidParameterError) and error.parameter == "prompt_token_ids":
-                error.parameter = "prompt"
             raise
         self._ids.add(name)
+        request.scope["state"][ACCEPTED] = True
         return streams
 
     async def results(self, streams: Sequence[RequestStream]) -> list[RequestOutput]:
@@ -127,5 +131,6 @@ def request_id_of(header: str | None) -> str:
     if header is None:
         return random_id()
     if not re.fullmatch(ID_PATTERN, header):
-        raise ApiError("X-Request-Id must be 1 to 256 visible ASCII characters", param="X-Request-Id")
+        message = "X-Request-Id must be 1 to 256 visible ASCII characters"
+        raise ApiError(message, param="X-Request-Id", code="invalid_value")
     return header

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import random
 import shutil
 import struct
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -322,3 +324,46 @@ def test_a_long_text_is_encoded_and_decoded_as_a_short_one_is(
     monkeypatch.setattr("engine.tokenizer._LONG", len(text) + 1)
     assert embedded.encode(text) == batch
     assert embedded.decode(batch) == text
+
+
+def test_a_text_is_never_said_to_have_more_tokens_than_it_has() -> None:
+    """Whatever a vocabulary loses, merges or normalizes."""
+    from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    rng = random.Random(0)
+    alphabet = [chr(byte) for byte in range(0xA1, 0x180)]  # GPT-2's characters for bytes, and then some
+    pieces = ["a", "b", *alphabet, "ab", "aba", "Ġ" * 9, "Ċ"]
+    merges = [("a", "b"), ("ab", "a")]
+
+    def built(**settings: Any) -> Backend:
+        backend = Backend(models.BPE(vocab={piece: i for i, piece in enumerate(dict.fromkeys(pieces))}, merges=merges))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        for name, value in settings.items():
+            setattr(backend, name, value)
+        return backend
+
+    greedy = built()
+    greedy.add_tokens([AddedToken("<x>", lstrip=True)])
+    cut = built()
+    cut.enable_truncation(5)
+    for backend, sure in (
+        (built(), True),
+        (built(normalizer=normalizers.NFC()), True),
+        (built(normalizer=normalizers.NFKC()), False),
+        (built(normalizer=normalizers.Replace("aaaa", "b")), False),
+        (built(normalizer=normalizers.Replace("a", "bb")), True),
+        (built(normalizer=normalizers.Strip()), False),
+        (built(pre_tokenizer=pre_tokenizers.Whitespace()), False),
+        (built(pre_tokenizer=pre_tokenizers.Split(" ", "removed")), False),
+        (greedy, False),
+        (cut, False),
+        (Backend(models.WordLevel({"a": 0, "?": 1}, unk_token="?")), False),
+    ):
+        tokenizer = FastTokenizer(backend, special_tokens={})
+        for characters in ("ab", "a \n", "e\u0301", "\x01\x02a", "ῃ\u0301\u0345", "\U0001f600x"):
+            text = "".join(rng.choice(characters) for _ in range(20_000))
+            least = tokenizer.at_least_tokens(text)
+            assert least <= len(tokenizer.encode(text))
+            assert (least > 0) == sure or set(characters) == {"\x01", "\x02", "a"}
+    assert ByteTokenizer().at_least_tokens("abc") == 3

@@ -9,6 +9,8 @@ The first argument says how the runner behaves:
     stuck      a request with this many prompt tokens makes its step never end
     die        a request with this many prompt tokens makes the scheduler itself raise
     script     tokens that every request generates, in order, instead of random letters
+    loading    seconds that the model takes to load
+    head_timeout, body_timeout  limits of the server in seconds, which no user can set
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from engine.models.oracle import OracleRunner
 from engine.request import RequestState, StepOutput
 from engine.sampler import Sampler
 from engine.scheduler import Plan, SchedulerConfig
+from engine.server import connections, middleware
 from engine.tokenizer import ByteTokenizer
 
 TEMPLATE = (
@@ -113,7 +116,15 @@ def main() -> int:
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     faults = json.loads(sys.argv[1])
-    engine.llm.build_core = lambda args: oracle_core(args, faults)
+    if "head_timeout" in faults:
+        connections.HEAD_TIMEOUT, middleware.BODY_TIMEOUT = faults["head_timeout"], faults["body_timeout"]
+
+    def load(args: EngineArgs) -> EngineCore:
+        print("loading", flush=True)
+        time.sleep(faults.get("loading", 0))
+        return oracle_core(args, faults)
+
+    engine.llm.build_core = load
     return lawful(sys.argv[2:])
 
 

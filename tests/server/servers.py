@@ -36,9 +36,10 @@ class Server:
     """One `lawful serve` over the KV oracle.
 
     url: where it listens.  log: what it has said so far.
+    until: what it has said when it is ready for the test.
     """
 
-    def __init__(self, *flags: str, **faults: Any) -> None:
+    def __init__(self, *flags: str, until: str = r"on (http://\S+)", **faults: Any) -> None:
         self._dir = tempfile.TemporaryDirectory()
         self.dir = Path(self._dir.name)
         path = self.dir / "log"
@@ -47,12 +48,12 @@ class Server:
         argv = ["serve", "--port", "0", "--device", "cpu", *flags]
         self.process = _context.Process(target=_run, args=(faults, argv, str(path)), daemon=True)
         self.process.start()
-        found = wait_for(lambda: re.search(r"on (http://\S+)", self.log) or not self.process.is_alive(), 120)
+        found = wait_for(lambda: re.search(until, self.log) or not self.process.is_alive(), 120)
         if not isinstance(found, re.Match):
             said = self.log
             self.stop()
             raise AssertionError(f"the server did not start:\n{said}")
-        self.url = found[1]
+        self.url = found[found.re.groups]
 
     @property
     def log(self) -> str:

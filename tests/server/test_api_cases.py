@@ -273,7 +273,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 )
 def test_bad_chats_are_refused_by_name(shared: Server, field: str, value: Any) -> None:
     status, answer = shared.post("/v1/chat/completions", {**CHAT, field: value})
-    assert (status, answer["error"]["param"]) == (400, field), answer
+    assert (status, answer["error"]["param"].partition("[")[0]) == (400, field), answer
     shared.check_quiet()
 
 

@@ -221,9 +221,12 @@ def test_a_full_queue_is_said() -> None:
                 llm.submit([1], params())
             with pytest.raises(QueueFullError):
                 llm.check_available(1)
+            for _ in range(2):
+                with pytest.raises(QueueFullError):
+                    await anext(llm.generate([1], params()))
         for stream in streams:
             await stream.result()
-        assert llm.refused["queue_full"] == 2
+        assert llm.refusals() == {"queue_full": 2}, "what submit refuses is its caller's to count"
 
     run(world, test, max_queued_requests=3)
 

@@ -204,6 +204,32 @@ def test_a_stop_ends_even_if_a_step_never_does() -> None:
         assert clients[0].status == 503
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_the_model_is_loading_is_as_clean_as_any(number: int) -> None:
+    """Case 61: an orchestrator that changes its mind."""
+    server = Server(until="loading", loading=600)
+    try:
+        server.signal(number)
+        assert server.exit_code() == 0
+        assert f"{signal.Signals(number).name} before the server was ready" in server.log
+        server.check_quiet()
+    finally:
+        server.stop()
+
+
+def test_signals_without_end_still_end_with_status_0() -> None:
+    """Case 61: an impatient one."""
+    with running("--drain-timeout", "600", delay=0.02) as server:
+        client = Client(server, stream=True)
+        wait_for(lambda: len(client.events) > 0)
+        with contextlib.suppress(ProcessLookupError):
+            while server.process.is_alive():
+                server.signal()
+                time.sleep(0.001)
+        assert server.exit_code() == 0
+        assert client.wait().was_told()
+
+
 def test_the_library_installs_no_signal_handlers() -> None:
     """Case 61."""
     from tests.oracle import World
