@@ -46,7 +46,7 @@ def throughput(
     counted = ("steps", "preemptions", "demotions", "blocks_swapped_out", "blocks_swapped_in", "recomputed_tokens")
     return {
         "model": args.model,
-        "dtype": args.dtype,
+        "dtype": _dtype(args),
         "num_prompts": num_prompts,
         "input_len": input_len,
         "output_len": output_len,
@@ -58,3 +58,10 @@ def throughput(
         "total_tokens_per_s": (generated + num_prompts * input_len) / elapsed,
         **{name: int(after[name]) - int(before[name]) for name in counted},  # type: ignore[call-overload]
     }
+
+
+def _dtype(args: EngineArgs) -> str:
+    """The one that was computed in, where the argument is "auto" too."""
+    from engine.models.load import load_config, resolve_dtype
+
+    return str(resolve_dtype(args.dtype, load_config(args.model), args.resolve_device())).removeprefix("torch.")

@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from engine import __version__, serve_cli
+from engine.logs import formatter
 from engine.simulate.arguments import add_simulate
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _set_up_logging(args: argparse.Namespace) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(formatter())
     logger = logging.getLogger("lawful")
     logger.handlers[:] = [handler]
     logger.propagate = False
@@ -241,15 +242,20 @@ def _generate(args: argparse.Namespace) -> int:
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
     llm = _load(args)
     bar = not args.quiet and len(prompts) > 1
-    if args.chat:
-        outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, use_tqdm=bar)
-    else:
-        outputs = llm.generate(prompts, params, use_tqdm=bar)
-    for prompt, output in zip(prompts, outputs, strict=True):
+    refusals = logging.getLogger("lawful.refused")
+    refusals.disabled = True  # they are told below, with the prompt's number
+    try:
+        if args.chat:
+            outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, use_tqdm=bar)
+        else:
+            outputs = llm.generate(prompts, params, use_tqdm=bar)
+    finally:
+        refusals.disabled = False
+    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=1):
         if args.json:
             print(json.dumps(_as_json(prompt, output), ensure_ascii=False))
         elif output.error:
-            print(f"{PROG}: error: {output.error}", file=sys.stderr)
+            print(f"{PROG}: error: prompt {number}: {output.error}", file=sys.stderr)
         else:
             for completion in output.outputs:
                 label = f"[{completion.index}] " if len(output.outputs) > 1 else ""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from engine.config import EngineArgs, free_memory
 from engine.core import EngineCore
 from engine.errors import ConfigError, InvalidPromptError
+from engine.logs import speak_by_default
 from engine.outputs import RequestOutput
 from engine.sampling import SamplingParams
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("lawful")
+refusals = logging.getLogger("lawful.refused")  # apart, for callers who tell of them in their own way
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -35,6 +39,7 @@ def build_core(args: EngineArgs) -> EngineCore:
     from engine.tokenizer import get_tokenizer
     from kernels.dispatch import uses_triton
 
+    speak_by_default()
     device = args.resolve_device()
     model_config = load_config(args.model)
     dtype = resolve_dtype(args.dtype, model_config, device)
@@ -234,7 +239,7 @@ class LLM:
                     self.core.add_request(name, prompt, param, prompt_text=text, priority=prio)
                 except (ValueError, TypeError) as error:
                     errors.append(error)
-                    logger.warning("request %s is refused: %s", name, error)
+                    refusals.warning("request %s is refused: %s", name, error)
                     results[name] = RequestOutput(
                         request_id=name,
                         prompt=item if isinstance(item, str) else None,
@@ -257,9 +262,15 @@ class LLM:
 
     def _finish(self, names: set[str], results: dict[str, RequestOutput], use_tqdm: bool) -> None:
         tokens_before = self.core.stats.generation_tokens
-        with tqdm(
-            total=len(names), desc="Processed prompts", unit="req", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
+        root = logging.getLogger()
+        speaker = root if root.handlers else logger
+        lines = logging_redirect_tqdm([speaker]) if use_tqdm else contextlib.nullcontext()  # above the bar, not in it
+        with (
+            lines,
+            tqdm(
+                total=len(names), desc="Processed prompts", unit="req", disable=not use_tqdm, dynamic_ncols=True
+            ) as bar,
+        ):
             while not names <= results.keys():
                 if not self.core.has_unfinished_requests():
                     raise RuntimeError(f"requests {sorted(names - results.keys())} left without an output")
