@@ -6,9 +6,11 @@ Generated text stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,9 +45,32 @@ def laws_table() -> str:
     return "\n".join(["| id | name | statement | kind |", "|---|---|---|---|", *rows])
 
 
+def results(section: str) -> Callable[[], str]:
+    """The tables of every result of this section, as their benchmarks left them in benchmarks/results.
+
+    A result is a JSON object: section, title, command, machine, date, and tables with title, columns and rows of text.
+    """
+
+    def make() -> str:
+        parts = []
+        for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(found, dict) and found.get("section") == section:
+                parts.append(f"### {found['title']}\n\n`{found['command']}`, {found['date']}, {found['machine']}.")
+                for table in found["tables"]:
+                    numbers = ["---" if i == 0 else "---:" for i, _ in enumerate(table["columns"])]
+                    rows = [table["columns"], numbers, *table["rows"]]
+                    lines = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+                    parts.append(f"{table['title'][:1].upper() + table['title'][1:]}\n\n{lines}")
+        return "\n\n".join(parts) or "No result yet."
+
+    return make
+
+
 GENERATED = {
     "docs/architecture.md": {"files": files_table},
     "README.md": {"laws": laws_table},
+    "docs/performance.md": {name: results(name) for name in ("simulation", "scheduler-step", "cpu-engine")},
 }
 
 
