@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.allocator import keep_freed_memory
 from engine.cache import KVCache
 from engine.models.attention import AttentionMetadata, Metadata
 from engine.models.config import ModelConfig
@@ -68,6 +69,8 @@ class ModelRunner:
         self.num_cpu_blocks = cache.num_cpu_blocks
         self.block_size = cache.block_size
         self.partition = partition_for(model_config.max_context)
+        if self.device.type == "cpu":
+            keep_freed_memory()
 
     @torch.inference_mode()
     def execute(self, plan: Plan, requests: Mapping[str, RequestState]) -> StepOutput:

@@ -19,8 +19,10 @@ MAX_WIDTH = 32768  # a row is held in registers: 64 numbers for each thread of 1
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The meaning, also the CPU path."""
     wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight.float()).to(x.dtype)
+    length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, where square and mean are two
+    scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    out: Tensor = (wide * scale).mul_(weight.float())
+    return out.to(x.dtype)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.request import RequestState, Sampled
-from engine.sampler import Sampler, SamplingError, draw, draw_keys, keep_most_likely, uniforms
+from engine.sampler import Sampler, SamplingError, draw, draw_keys, keep_most_likely, race, uniforms
 from engine.sampling import SamplingParams
 
 V = 100
@@ -235,6 +235,42 @@ def test_a_nucleus_larger_than_the_first_guess_is_found_whole() -> None:
     assert kept.isfinite().sum(dim=-1).tolist() == [2500, 1]
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, 300.0])
+def test_the_short_race_draws_what_the_whole_race_draws(scale: float) -> None:
+    """Flat and peaked rows, ties among them, hot and cold, and rows with tokens that cannot be drawn."""
+    rows = 60
+    logits = (torch.randn(rows, 700, generator=torch.Generator().manual_seed(1)) * 4).round() / 4 * scale
+    logits[::7, 3:] = -math.inf
+    temperature = torch.tensor([0.01, 0.5, 1.0, 7.0, 100.0, 1e-4]).double().repeat(10)
+    keys = draw_keys(*torch.tensor([[i, i % 3, i % 5] for i in range(rows)]).T)
+    drawn = race(logits, temperature, keys, logits.argmax(dim=-1))
+    assert torch.equal(drawn, draw(logits.double() / temperature[:, None], keys))
+
+
+TRUNCATIONS = [(0, 0.9, 0.0), (5, 1.0, 0.0), (64, 0.7, 0.0), (90, 0.95, 0.0), (0, 0.5, 0.3), (0, 1.0, 0.05)]
+TRUNCATIONS += [(1500, 0.999, 0.0), (3000, 1.0, 0.0), (1, 0.1, 1.0), (0, 1e-9, 0.0), (700, 0.99, 0.2), (64, 1.0, 0.0)]
+
+
+@pytest.mark.parametrize("levels", [2, 30, 10**6])
+@pytest.mark.parametrize("scale", [0.05, 1.5, 6.0])
+def test_a_draw_from_the_most_likely_is_a_draw_from_the_whole_row(levels: int, scale: float) -> None:
+    """Of all truncations, on rows flat and peaked, with many ties or none; and in any company."""
+    logits = torch.randn(len(TRUNCATIONS), 4000, generator=torch.Generator().manual_seed(levels))
+    logits = (logits * levels).round() / levels * scale
+    sampler = Sampler(4000, ())
+    for seed in range(4):
+        states = [request([1] * seed, seed=seed, top_k=k, top_p=p, min_p=m, temperature=0.8) for k, p, m in TRUNCATIONS]
+        draws = [(state, 0) for state in states]
+        tokens = sampler._drawn(logits, draws, logits.argmax(dim=-1)).tolist()
+        for i, (k, p, m) in enumerate(TRUNCATIONS):
+            scores = logits[i : i + 1].double() / 0.8
+            kept = keep_most_likely(scores, torch.tensor([k or 4000]), torch.tensor([p]).double())
+            if m > 0:
+                kept.masked_fill_(scores < scores.max() + math.log(m), -math.inf)
+            assert tokens[i] == int(draw(kept, draw_keys(*torch.tensor([[seed], [0], [seed]]))))
+            assert tokens[i] == int(sampler._drawn(logits[i : i + 1], draws[i : i + 1], logits[i : i + 1].argmax(-1)))
+
+
 def test_min_p_keeps_what_has_a_fraction_of_the_best() -> None:
     logits = torch.full((V,), -50.0)
     logits[:3] = torch.tensor([0.0, math.log(0.21), math.log(0.19)])
@@ -373,10 +409,10 @@ def test_a_top_k_beyond_the_vocabulary_is_the_whole_vocabulary(params: dict) -> 
 def test_an_error_of_the_whole_batch_stays_with_the_row_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, neighbour, drawn = logits_of(8, 4), request(seed=5, top_p=0.9), Sampler._drawn
 
-    def fails(self: Sampler, logits: Tensor, draws: list) -> Tensor:
+    def fails(self: Sampler, logits: Tensor, draws: list, best: Tensor) -> Tensor:
         if any(state.seed == 13 for state, _ in draws):
             raise OverflowError("unlucky")
-        return drawn(self, logits, draws)
+        return drawn(self, logits, draws, best)
 
     expected = [one(row, neighbour) for row in logits]
     monkeypatch.setattr(Sampler, "_drawn", fails)
