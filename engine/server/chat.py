@@ -40,7 +40,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     ready = asyncio.Event()
     with named(Names("messages", limit, "top_logprobs", width_name(body))):
         most = None if limit is None else getattr(body, limit)
-        params = sampling_params(body, most, logprobs, body.best_of)
+        params = sampling_params(body, most, logprobs, body.best_of, service.llm.core.vocab_size)
         answer = _Answer(service, body, model, service.public_id(request, body.request_id, "chatcmpl"), params)
         prompt = await service.prompts.of_chat(body)
         streams = service.submit(request, answer.id, [prompt], params, deltas=bool(body.stream), ready=ready)

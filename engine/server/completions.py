@@ -43,7 +43,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     ready = asyncio.Event()
     names = Names("prompt", None if body.max_tokens is None else "max_tokens", width=width_name(body))
     with named(names):
-        params = sampling_params(body, 1 if scoring else max_tokens, logprobs, body.best_of)
+        params = sampling_params(
+            body, 1 if scoring else max_tokens, logprobs, body.best_of, service.llm.core.vocab_size
+        )
         answer = _Answer(service, body, model, service.public_id(request, body.request_id, "cmpl"), params)
         answer.prompts = await service.prompts.of_completion(body)
         if scoring:

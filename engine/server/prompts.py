@@ -27,9 +27,14 @@ class PromptTokens:
 
 
 def sampling_params(
-    body: Sampling, max_tokens: int | None, logprobs: int | None, best_of: int | None
+    body: Sampling, max_tokens: int | None, logprobs: int | None, best_of: int | None, vocab_size: int
 ) -> SamplingParams:
     """The body's sampling fields; null means the default.  Raises InvalidParameterError, which names the field."""
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        listed = getattr(body, name)
+        if listed is not None and len(listed) > vocab_size:  # before they are looked at one by one
+            message = f"{name} has {len(listed)} entries and the vocabulary has {vocab_size} tokens"
+            raise ApiError(message, param=name, code="invalid_value")
     given: dict[str, Any] = {
         name: value
         for name in (
@@ -173,6 +178,10 @@ class PromptReader:
         limited: bool = True,
     ) -> PromptTokens:
         """A conversation as tokens.  limited: refuse it unread if it is certainly too long for a prompt."""
+        most = self._llm.core.scheduler.config.max_model_len
+        if len(messages) > most:
+            message = f"messages has {len(messages)} entries; max_model_len is {most}, and each takes a token at least"
+            raise ApiError(message, param="messages", code="context_length_exceeded", reason="max_model_len")
         plain = [_plain(message, index) for index, message in enumerate(messages)]
         tokenizer = self._llm.tokenizer
         fixed = {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}

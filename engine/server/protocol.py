@@ -105,6 +105,7 @@ class ContentPart(BaseModel):
     text: str | None = None
 
 
+MOST_MESSAGES = 1 << 14  # each costs time before a word of it is read
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEMPLATE_FIELDS = ("name", "tool_calls", "tool_call_id", "function_call", "reasoning_content")
 
@@ -146,7 +147,7 @@ class ChatRequest(Sampling, Ignored):
     """POST /v1/chat/completions."""
 
     model: str | None = None
-    messages: Messages = Field(min_length=1)
+    messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     best_of: int | None = None
@@ -178,7 +179,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = Field(None, min_length=1)
+    messages: Messages | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = True
     return_token_strs: bool | None = False

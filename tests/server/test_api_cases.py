@@ -199,6 +199,9 @@ BAD: list[tuple[str, Any]] = [
     ("stop_token_ids", [-1]),
     ("allowed_token_ids", [10**9]),
     ("allowed_token_ids", []),
+    ("allowed_token_ids", [5] * 2_000_000),
+    ("stop_token_ids", [5] * 2_000_000),
+    ("logit_bias", {str(10**6 + i): 1 for i in range(300)}),
     ("prompt", [-1]),
     ("prompt", [257]),
     ("prompt", [2**40]),
@@ -268,6 +271,8 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
         ("logprobs", 3),
         ("max_tokens", 0),
         ("modalities", ["audio"]),
+        ("messages", [{"role": "user", "content": "a"}] * 100_000),
+        ("messages", [{"role": "robot", "content": "a"}] * 100_000),
         ("echo", True),
     ],
 )
