@@ -66,21 +66,22 @@ def render(state: dict[str, Any], before: dict[str, Any] | None, seconds: float,
 
 def _rates(state: dict[str, Any], before: dict[str, Any] | None, seconds: float) -> RenderableType:
     totals = state["totals"]
-    table = Table(box=None, padding=(0, 2), show_header=False)
     rate = "prompt – tokens/s", "generation – tokens/s"
     if before is not None and seconds > 0:
         rate = tuple(  # type: ignore[assignment]
             f"{name} {(totals[f'{name}_tokens'] - before['totals'][f'{name}_tokens']) / seconds:.1f} tokens/s"
             for name in ("prompt", "generation")
         )
-    table.add_row(*rate, f"preemptions {totals['preemptions']}", f"demotions {totals['demotions']}")
-    table.add_row(
-        f"received {totals['requests_received']}",
-        "finished " + ", ".join(f"{reason} {count}" for reason, count in sorted(state["finished_by"].items())),
-        f"recomputed {totals['recomputed_tokens']} tokens",
-        f"swapped {totals['blocks_swapped_out']} out, {totals['blocks_swapped_in']} in",
+    ended = ", ".join(f"{reason} {count}" for reason, count in sorted(state["finished_by"].items())) or "0"
+    lines = (
+        [*rate, f"preemptions {totals['preemptions']}", f"demotions {totals['demotions']}"],
+        [f"received {totals['requests_received']}", f"finished {ended}", f"refused {totals['requests_refused']}"],
+        [
+            f"recomputed {totals['recomputed_tokens']} tokens",
+            f"swapped {totals['blocks_swapped_out']} blocks out, {totals['blocks_swapped_in']} in",
+        ],
     )
-    return table
+    return Text("\n".join("   ".join(line) for line in lines))
 
 
 def _device(name: str, device: dict[str, Any]) -> Text:
@@ -92,9 +93,11 @@ def _device(name: str, device: dict[str, Any]) -> Text:
 
 
 def _queue(name: str, queue: dict[str, Any]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
-    for column in ("request", "kind", "prompt", "generated", "deficit", "live", "blocks", "preempted"):
-        table.add_column(column, justify="left" if column in ("request", "kind") else "right", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=0)
+    table.add_column("request", no_wrap=True, ratio=1)  # it gives way: ids are long, and numbers must be whole
+    table.add_column("kind", no_wrap=True)
+    for column in ("prompt", "generated", "deficit", "live", "blocks", "preempted"):
+        table.add_column(column, justify="right", no_wrap=True)
     for group in queue["groups"][:ROWS]:
         table.add_row(
             Text(group["request_id"], overflow="ellipsis"),

@@ -161,13 +161,25 @@ def test_the_state_lists_the_queues_in_order_with_the_reason_of_each_head(busy: 
     assert state["laws"] == {"contracts": "on", "checked": True}
 
 
-def test_top_shows_it(busy: Server) -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_top_shows_it(busy: Server, width: int) -> None:
     out = io.StringIO()
-    console = Console(file=out, width=120)
+    console = Console(file=out, width=width)
     assert top(busy.url, None, 0.5, True, console) == 0
     text = out.getvalue()
-    for expected in ("running", "swapped", "waiting", "client-", "cmpl-late-0", "head:", "blocks", "laws on"):
-        assert expected in text
+    for expected in (
+        "running",
+        "swapped",
+        "waiting",
+        "client-",
+        "cmpl-late-0",
+        "head:",
+        "blocks",
+        "laws on",
+        "preempted",
+        "refused",
+    ):
+        assert expected in text, text
     before, after = (busy.get("/debug/scheduler")[1] for _ in range(2))
     console.print(render(after, before, 1.0, busy.url))
     assert "tokens/s" in out.getvalue()
