@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 KEPT, DERIVED, CONSTANT, IGNORED = "kept", "derived", "constant", "ignored"
@@ -82,6 +82,7 @@ class Codec:
         self.extra = self._check_fields(s, g)
         self.idle = s  # never run: its parts are copied by `restore`
         self.pool_class = type(s.blocks.gpu)
+        self.patterns: dict[bytes, tuple[bytes, bytes, Callable[[Any], Any], Any]] = {}  # by the entries of a group
 
     @staticmethod
     def _check_fields(s: Any, g: Any) -> tuple[str, ...]:
@@ -105,24 +106,30 @@ class Codec:
         """The key in two: all but the waiting groups, which come one by one."""
         if s._plan is not None or s._aborting:
             raise UnfaithfulError
-        running, swapped = s.running, s.swapped
-        core = [len(running), len(swapped), s.decodes_owed]
-        for name in self.extra:
-            core.append(getattr(s, name))
+        core = [bytes((len(s.running), len(s.swapped), s.decodes_owed, *[getattr(s, name) for name in self.extra]))]
         arrival = -1
         groups = s.groups
         count = 0
-        for queue, status in ((running, self.statuses[0]), (swapped, self.statuses[1])):
+        blocks = s.blocks
+        for queue, status, pool in (
+            (s.running, self.statuses[0], blocks.gpu),
+            (s.swapped, self.statuses[1], blocks.cpu),
+        ):
+            refs, free = pool.refs, pool.free
+            named = bytes(free)
             for g in queue:
                 if g.status is not status or g.tokens or g.arrival <= arrival or groups.get(g.request_id) is not g:
                     raise UnfaithfulError
                 arrival = g.arrival
                 count += 1
-                core += _COUNTS(g)
-                core.append(len(g.branches))
-                core.append(len(g.tables))
-                core += g.branches
-                core += map(len, g.tables)
+                head, order, references, counts = self.head(g)
+                if references(refs) != counts:
+                    raise UnfaithfulError
+                named += order
+                core.append(head)
+            # whoever is named is named by one group, and not free: every block once, and the free ones by nobody
+            if len(named) != pool.capacity or len({*named}) != len(named) or refs.count(0) != len(free):
+                raise UnfaithfulError
         status = self.statuses[2]
         waiting = []
         for g in s.waiting:
@@ -132,32 +139,26 @@ class Codec:
             count += 1
             if any(g.tables):
                 raise UnfaithfulError
-            waiting.append(bytes((*_COUNTS(g), len(g.branches), len(g.tables), *g.branches)))
+            waiting.append(self.head(g)[0])
         if count != len(groups):
             raise UnfaithfulError
-        blocks = s.blocks
-        named = self._named(running, blocks.gpu), self._named(swapped, blocks.cpu)
-        return b"".join((bytes(core), *named)), tuple(waiting)
+        return b"".join(core), tuple(waiting)
 
-    @staticmethod
-    def _named(queue: Any, pool: Any) -> bytes:
-        """All table entries of a queue, one after the other, with ids by first occurrence."""
-        refs, free = pool.refs, pool.free
-        if not queue:
-            if any(refs) or len(free) != pool.capacity or len(set(free)) != pool.capacity:
-                raise UnfaithfulError
-            return b""
-        named = b"".join([bytes(table) for g in queue for table in g.tables])
-        order = bytes(dict.fromkeys(named))
-        count = named.count
-        for block in order:
-            if refs[block] != count(block):
-                raise UnfaithfulError
-        if refs.count(0) != len(free) or len(order) + len(free) != pool.capacity:
-            raise UnfaithfulError
-        if len({*free, *order}) != pool.capacity:
-            raise UnfaithfulError
-        return named.translate(bytes.maketrans(order, _IDS[: len(order)]))
+    def head(self, g: Any) -> tuple[bytes, bytes, Callable[[Any], Any], Any]:
+        """What stands for a group in the key; its blocks; what reads their references, and what these must be."""
+        tables = g.tables
+        ids = b"".join(map(bytes, tables))
+        known = self.patterns.get(ids)
+        if known is None:
+            known = self.patterns[ids] = _pattern(ids)
+        pattern, order, references, counts = known
+        lengths = map(len, tables) if g.status is not self.statuses[2] else ()
+        return (
+            bytes((*_COUNTS(g), len(g.branches), len(tables), *g.branches, *lengths)) + pattern,
+            order,
+            references,
+            counts,
+        )
 
     def restore(self, key: bytes) -> Any:
         """A scheduler at the step boundary that the key stands for."""
@@ -173,16 +174,18 @@ class Codec:
         everyone: list[Any] = []
         for rank in range(n_running + n_swapped):
             g, at = self._restore_group(key, at, rank, self.statuses[0 if rank < n_running else 1])
-            tables = len(g.tables)
-            g.tables = list(key[at : at + tables])  # their lengths, for now
-            at += tables
+            lengths = key[at : at + len(g.tables)]
+            at += len(lengths)
+            for branch, length in enumerate(lengths):
+                g.tables[branch] = list(key[at : at + length])
+                at += length
             everyone.append(g)
         s.running = deque(everyone[:n_running])
         s.swapped = deque(everyone[n_running:])
         blocks = object.__new__(type(idle.blocks))
         blocks.block_size = self.size
-        blocks.gpu, at = self._restore_pool(idle.blocks.gpu, s.running, key, at)
-        blocks.cpu, at = self._restore_pool(idle.blocks.cpu, s.swapped, key, at)
+        blocks.gpu = self._restore_pool(idle.blocks.gpu, s.running)
+        blocks.cpu = self._restore_pool(idle.blocks.cpu, s.swapped)
         s.blocks = blocks
         s.waiting = deque()
         n_waiting = key[at]
@@ -225,23 +228,32 @@ class Codec:
         g.status = status
         return g, at + branches
 
-    def _restore_pool(self, idle: Any, queue: Any, key: bytes, at: int) -> tuple[Any, int]:
+    def _restore_pool(self, idle: Any, queue: Any) -> Any:
+        """A pool with the blocks of these groups taken; ids that each counts from 0 follow those of the one before."""
         pool = object.__new__(self.pool_class)
         pool.name, pool.capacity = idle.name, idle.capacity
         refs = [0] * pool.capacity
-        start = at
+        used = 0
         for g in queue:
-            tables = []
-            for length in g.tables:
-                tables.append(list(key[at : at + length]))
-                at += length
-            g.tables = tables
-        for block in key[start:at]:
-            refs[block] += 1
-        used = max(key[start:at], default=-1) + 1  # ids are given by first occurrence, so these are all
+            first = used
+            for table in g.tables:
+                for i, block in enumerate(table):
+                    table[i] = block = first + block
+                    refs[block] += 1
+                    used = max(used, block + 1)
         pool.refs = refs
         pool.free = list(range(pool.capacity - 1, used - 1, -1))
-        return pool, at
+        return pool
+
+
+def _pattern(ids: bytes) -> tuple[bytes, bytes, Callable[[Any], Any], Any]:
+    """Of the table entries of a group: ids by first occurrence; which they are; what reads their references; how often
+    each is named."""
+    order = bytes(dict.fromkeys(ids))
+    counts = tuple(map(ids.count, order))
+    if len(order) > 1:
+        return ids.translate(bytes.maketrans(order, _IDS[: len(order)])), order, itemgetter(*order), counts
+    return bytes(len(ids)), order, (itemgetter(*order) if order else lambda refs: None), *(counts or (None,))
 
 
 _IDS = bytes(range(256))

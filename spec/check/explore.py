@@ -4,16 +4,23 @@ The environment does anything it may: requests from a menu arrive while fewer th
 end), any subset of the branches that draw a token stops, any group is aborted at a boundary or between schedule and
 update, a step or a group fails.  States are told apart up to the names of blocks and groups (`codec`).
 
-Each state is scheduled once by the real code, and each way it can go on is a transition made by the real code.  State
-laws are checked on every new state, laws on a step once a state, laws on a round and the ghost contents on every
-transition: by evaluation, or because they were evaluated on the same step with another tail.
+Each step is made by the real code, and each way it can go on is a transition made by the real code.  State laws are
+checked on every new state, laws on a step once a step, laws on a round and the ghost contents on every transition.
+Three things are not done twice, where they would come out the same:
 
 The *tail* of a step is the waiting groups behind the most senior one that the step left waiting and never named.  The
 laws are local in it: what they ask of a waiting group they ask of it alone, of it and its neighbour in the order, of
-the head of waiting, or of whoever was moved.  So where the real code does on a state exactly what it did on another
-that has the same groups before the tail (the same plan, the same state in mid-step and after every outcome, compared
-field by field and block by block) and leaves every field of its own tail's groups as it was, the laws say the same
-of both.  Anything else is evaluated in full.  `in_full=True` evaluates everything, and the proofs compare the two.
+the head of waiting, or of whoever was moved.  A step that was checked in full is run again with everything that could
+show a tail sealed (`sealed`): where the real code comes to its end without a look behind the seals, with the same plan,
+the same state in mid-step and after every outcome, compared field by field and block by block, it does so whatever the
+tail is, and the laws say the same of all.  Code that looks is run and checked in every state.
+
+Adding a group is done likewise, with all of the scheduler sealed but the number of groups before it.
+
+The outcomes of a plan are many, the ways a group comes out of it few: what is asked of each group alone is asked once
+of each way (`forms`).
+
+`in_full=True` does everything every time, and the proofs compare the two.
 """
 
 from __future__ import annotations
@@ -21,15 +28,18 @@ from __future__ import annotations
 import gc
 import time
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from spec import plain, views
+from spec.check import forms
 from spec.check.codec import NAMES, RANKS, Codec, UnfaithfulError
-from spec.check.image import Image, Row, frozen, scalars
+from spec.check.forms import Form
+from spec.check.image import Image, Row, frozen, full, put
+from spec.check.sealed import Books, Nothing, Queue, Void
 from spec.check.shadow import Shadow
 from spec.laws import BY_ID, Kind, Law, Tier
 
@@ -109,6 +119,9 @@ class _BrokenError(Exception):
         self.law, self.event, self.detail = law, event, detail
 
 
+EACH_ALONE = ("S12", "N3")  # laws on a round that are about each group after it, and nothing else after it
+
+
 class Checks:
     """The checkers of the selected laws."""
 
@@ -121,6 +134,9 @@ class Checks:
         self.mid = of(Kind.MID, Tier.COUNTS)
         self.step = of(Kind.STEP, Tier.COUNTS)
         self.round = of(Kind.ROUND, Tier.COUNTS)
+        rounds = tuple(one for one in plain.of(Kind.ROUND, Tier.COUNTS) if one.id in ids)
+        self.round_whole = plain.checker(tuple(one for one in rounds if one.id not in EACH_ALONE))
+        self.round_alone = plain.checker(tuple(one for one in rounds if one.id in EACH_ALONE))
         self.ids = of(Kind.STATE, Tier.IDS)
         # the key has just recounted the references (B3)
         self.ids_new = plain.checker(
@@ -176,30 +192,75 @@ class _Core:
         self.met = False
 
 
+class _Part(NamedTuple):
+    """Some of the groups of a state: all that laws about each group alone read of it."""
+
+    running: list[Any]
+    swapped: list[Any]
+    waiting: list[Any]
+
+
+class _End(NamedTuple):
+    """What came of a plan: the number of the state, the state, which groups changed, who is in the books, the log."""
+
+    number: int
+    event: Event
+    after: Image
+    changed: list[int]
+    left: set[str]
+    log: list[Any]
+
+
 class _Outcome(NamedTuple):
-    """What came of a plan, the tail left out: the state after it, and the number of its core and its waiting groups."""
+    """What came of a plan, the tail left out: the state after it, and the number of its core and its waiting groups.
+
+    changed: the groups that are not as in mid-step, as they were there.  ranks: where each group is now.
+    """
 
     event: Event
     stopped: list[tuple[str, int]]
     failed: list[str]
     after: Image
-    gone: list[str]
     log: list[Any]
+    changed: list[Row]
     core: int
     waiting: tuple[int, ...]
-    served: int
+    ranks: tuple[int, ...]
 
 
 class _Entry:
-    """A step that was checked in full."""
+    """A step that was checked in full.  depth: of the waiting groups that matter.
 
-    __slots__ = ("depth", "hits", "mid", "outcomes", "plan", "sometimes")
+    mid: the state that the plan left, until the step was run again without a tail; blind: it went the same then.
+    """
+
+    __slots__ = ("blind", "count", "depth", "hits", "mid", "outcomes", "plan", "served", "sometimes")
 
     def __init__(
-        self, depth: int, plan: Any, mid: Image, outcomes: list[_Outcome], sometimes: tuple[tuple[str, int], ...]
+        self,
+        depth: int,
+        count: int,
+        plan: Any,
+        mid: Image,
+        outcomes: list[_Outcome],
+        served: int,
+        sometimes: tuple[tuple[str, int], ...],
     ) -> None:
-        self.depth, self.plan, self.mid, self.outcomes, self.sometimes = depth, plan, mid, outcomes, sometimes
+        self.depth, self.count, self.plan, self.outcomes, self.served = depth, count, plan, outcomes, served
+        self.mid: Image | None = mid
+        self.sometimes = sometimes
+        self.blind = False
         self.hits = 0
+
+
+class _Ready(NamedTuple):
+    """A state that the scheduler was made to be in."""
+
+    rows: list[Row]  # of the waiting groups
+    waiting: list[Any]
+    everyone: list[Any]
+    values: list[tuple[Any, ...]]  # of everyone
+    books: dict[str, Any]
 
 
 _SHIFT = 24  # of the number of a core in the number of a state
@@ -229,13 +290,14 @@ class _Search:
         self.complete = len(laws) == len(BY_ID)
         # hooks and goals look at every state; who is aborted in mid-step may be in the tail
         self.quick = not in_full and hook is None and goal is None and not world.mid_aborts
+        self.alone = not in_full and hook is None
         self.sometimes: Counter[str] = Counter()
         self.extra = ("decodes_owed", *self.codec.extra)
         self.s = make()
         self.own: Any = vars(self.s)
         self.blocks = self.s.blocks
         self.pools = self.blocks.gpu, self.blocks.cpu
-        self.homes = [object.__new__(self.codec.group_class) for _ in range(world.groups)]
+        self.homes = [new_group(NAMES[rank], 1, 1, 1) for rank in range(world.groups)]
         self.nobody, _ = self.codec.parts(self.s)
         self.cores: list[_Core] = []
         self.core_numbers: dict[bytes, int] = {}
@@ -250,6 +312,7 @@ class _Search:
         self.events: list[Event | None] = []
         self.adds = tuple(Event("add", group=request) for request in self._accepted())
         self.added: dict[tuple[int, tuple[int, int, int]], int] = {}
+        self.blind_adds: dict[tuple[int, int, tuple[int, int, int]], bool] = {}
         self.edges = 0
         self.here = 0
         self.graph: Graph | None = None
@@ -269,7 +332,7 @@ class _Search:
         begun = time.process_time()
         self.graph = Graph() if keep_graph else None
         violation = None
-        self._new(self._number(self.make()), -1, None)
+        self._new(self._number(*self.codec.parts(self.make())), -1, None)
         number = 0
         collecting = gc.isenabled()
         gc.disable()  # nothing here is cyclic, and the heap only grows
@@ -308,9 +371,8 @@ class _Search:
 
     # numbers of states
 
-    def _number(self, s: Any) -> int:
-        """The number of the core of a state and of its waiting groups, in one; UnfaithfulError as the codec says."""
-        key, waiting = self.codec.parts(s)
+    def _number(self, key: bytes, waiting: tuple[bytes, ...]) -> int:
+        """The number of the core of a state and of its waiting groups, in one."""
         number = self.core_numbers.get(key)
         if number is None:
             number = self.core_numbers[key] = len(self.cores)
@@ -334,8 +396,8 @@ class _Search:
     def _core(self, number: int, key: bytes) -> _Core:
         s = self.codec.restore(key + bytes(1))
         image = Image(s, [*s.running, *s.swapped], self.extra)
-        image.rows = tuple(row._replace(group=home) for row, home in zip(image.rows, self.homes, strict=False))
-        count, running = len(image.rows), len(s.running)
+        count, running = len(image.groups), len(s.running)
+        image.groups = self.homes[:count]
         image.queues = self.homes[:running], self.homes[running:count], []
         return _Core(number, key, count, image)
 
@@ -361,99 +423,103 @@ class _Search:
         """All transitions from a state."""
         world, s = self.world, self.s
         core, queue = self.cores[number >> _SHIFT], self.queues[number & _MASK]
-        count = core.count
-        unfinished = count + len(queue)
-        rows = [self._row(kind, rank) for rank, kind in enumerate(queue, count)]
-        waiting = [row.group for row in rows]
-        everyone = self.homes[:count] + waiting
-        books = dict(zip(NAMES, everyone, strict=False))
+        unfinished = core.count + len(queue)
         if self.graph is not None:
             self.graph.edges.append([])
             self.graph.keys.append(b"".join((core.key, bytes((len(queue),)), *(self.kinds[kind] for kind in queue))))
             self.graph.groups.append(unfinished)
-        self._load(core, waiting, books)
         for event in self.adds if unfinished < world.groups else ():
-            if self.quick and self._add_again(core, queue, rows, waiting, books, event):
+            if self.quick and self._add_again(core, queue, unfinished, event):
                 continue
-            for row in rows:
-                row.load()
-            self._load(core, waiting, books)
+            self._ready(core, queue)
             s.add(self.new_group(NAMES[unfinished], *event.group))
             there = self._arrive(s, event, 0, unfinished)
             if there >= 0 and there >> _SHIFT == core.number:
                 *before, kind = self.queues[there & _MASK]
                 if tuple(before) == queue:
                     self.added[queue[-1] if queue else ~core.number, event.group] = kind
-            for row in rows:
-                row.load()
-            self._load(core, waiting, books)
-        for rank in range(unfinished) if world.aborts else ():
-            s.abort(NAMES[rank])
-            self._arrive(s, Event("abort", rank=rank), 0, unfinished)
-            for row in rows:
-                row.load()
-            self._load(core, waiting, books)
-        if unfinished and not (self.quick and self._step_again(core, queue, rows, waiting, books)):
-            for row in rows:
-                row.load()
-            self._load(core, waiting, books)
-            self._steps(s, core, queue, rows, books)
-            for row in rows:
-                row.load()
+        if world.aborts and unfinished:
+            ready = self._ready(core, queue)
+            for rank in range(unfinished):
+                s.abort(NAMES[rank])
+                self._arrive(s, Event("abort", rank=rank), 0, unfinished)
+                self._back(core, ready)
+        if unfinished and not (self.quick and self._step_again(core, queue)):
+            self._steps(s, core, queue, self._ready(core, queue))
 
-    def _load(self, core: _Core, waiting: list[Any], books: dict[str, Any]) -> None:
-        """Make the scheduler what it is at the boundary; the waiting groups are right already."""
+    def _ready(self, core: _Core, queue: tuple[int, ...]) -> _Ready:
+        """Make the scheduler what it is in this state."""
+        known = self.rows.get
+        rows = [known((kind, rank)) or self._row(kind, rank) for rank, kind in enumerate(queue, core.count)]
+        waiting = [row.group for row in rows]
+        everyone = core.image.groups + waiting
+        values = core.image.values + [row.values for row in rows]
+        ready = _Ready(rows, waiting, everyone, values, dict(zip(NAMES, everyone, strict=False)))
+        self._back(core, ready)
+        return ready
+
+    def _back(self, core: _Core, ready: _Ready) -> None:
+        """Make it that again."""
+        for g, now, was in zip(ready.everyone, map(full, ready.everyone), ready.values, strict=True):
+            if now != was:
+                put(g, was)
         own = self.own
         own["blocks"] = self.blocks
         self.blocks.gpu, self.blocks.cpu = self.pools
-        core.image.load(self.s, waiting)
-        own["groups"] = books.copy()
-        own["num_arrivals"] = len(books)
+        core.image.frame(self.s, ready.waiting)
+        own["groups"] = ready.books.copy()
+        own["num_arrivals"] = len(ready.books)
         own["num_steps"] = 0
         own["_plan"] = None
         own["_log"] = []
 
-    def _add_again(
-        self,
-        core: _Core,
-        queue: tuple[int, ...],
-        rows: list[Row],
-        waiting: list[Any],
-        books: dict[str, Any],
-        event: Event,
-    ) -> bool:
-        """Add a group as it was added before behind the same neighbour; False if that has not been, or went otherwise.
+    def _add_again(self, core: _Core, queue: tuple[int, ...], rank: int, event: Event) -> bool:
+        """Add a group that was added before behind the same neighbour; False if that has not been.
 
-        The state laws look at each group with its neighbour in the order, and at counts of running and swapped.
+        The state laws look at each group with its neighbour in the order, and at counts of running and swapped.  What
+        `add` does is what it did when it could see nothing of the scheduler.
         """
         kind = self.added.get((queue[-1] if queue else ~core.number, event.group))
         if kind is None:
             return False
+        blind = self.blind_adds.get((kind, rank, event.group))
+        if blind is None:
+            blind = self.blind_adds[kind, rank, event.group] = self._add_blindly(kind, rank, event)
+        if blind:
+            self._go(core.number << _SHIFT | self._queue((*queue, kind)), event, 0, range(rank))
+        return blind
+
+    def _add_blindly(self, kind: int, rank: int, event: Event) -> bool:
+        """Whether `add`, which sees only how many groups came before, adds the group that it added before."""
         s, own = self.s, self.own
-        rank = len(books)
-        name = NAMES[rank]
-        g = self.new_group(name, *event.group)
-        s.add(g)
-        _, values, branches, tables = self._row(kind, rank)
-        if (
-            s._plan is not None
-            or s._aborting
-            or scalars(g) != values
-            or g.branches != branches
-            or g.tables != tables
-            or s.groups != {**books, name: g}
-            or not core.image.same(s, [*waiting, g])
-        ):
-            return False
-        for old, values, branches, tables in rows:
-            if scalars(old) != values or old.branches != branches or old.tables != tables:
-                return False
-        s.waiting.pop()
-        del s.groups[name]
+        name, g = NAMES[rank], self.new_group(NAMES[rank], *event.group)
+        self.blocks.gpu = self.blocks.cpu = Void()
+        own["blocks"] = self.blocks
+        own["running"], own["swapped"] = Queue(()), Queue(())
+        own["waiting"], own["groups"] = waiting, books = Queue((), ends=True), Books({}, fresh=name)
+        own["num_steps"] = Nothing()
+        for extra in self.extra:
+            own[extra] = Nothing()
         own["num_arrivals"] = rank
-        own["_log"] = []
-        self._go(core.number << _SHIFT | self._queue((*queue, kind)), event, 0, range(rank))
-        return True
+        own["_plan"], own["_log"], own["_departed"], own["_aborting"] = None, [], [], []
+        fields = dict(own)
+        try:
+            s.add(g)
+        except Exception:
+            return False
+        fields["num_arrivals"] = own["num_arrivals"]
+        return (
+            own.keys() == fields.keys()
+            and all(own[field] is value for field, value in fields.items())
+            and not any(getattr(value, "looked", False) for value in fields.values())
+            and not own["_departed"]
+            and not own["_aborting"]
+            and not own["running"].shown()
+            and not own["swapped"].shown()
+            and waiting.shown() == [g]
+            and books.shown() == {name: g}
+            and full(g) == self._row(kind, rank).values
+        )
 
     def _go(self, number: int, event: Event, served: int, ranks: Iterable[int]) -> None:
         """A transition to a state that is lawful."""
@@ -464,11 +530,11 @@ class _Search:
         if self.graph is not None:
             self.graph.edges[self.here].append((there, event.kind == "step", served, tuple(ranks)))
 
-    def _arrive(self, s: Any, event: Event, served: int, unfinished: int) -> int:
+    def _arrive(self, s: Any, event: Event, served: int, unfinished: int, number: int = -1) -> int:
         """A transition has led here: is the state lawful, and new?  Its number, or -1 where the key cannot tell."""
         self.edges += 1
         try:
-            number = self._number(s)
+            number = self._number(*self.codec.parts(s)) if number < 0 else number
         except UnfaithfulError:
             self._broken(self.checks.state(views.snapshot(s)) or self.checks.ids(s), event)
             if self.complete:
@@ -492,55 +558,52 @@ class _Search:
 
     # steps
 
-    def _step_again(
-        self, core: _Core, queue: tuple[int, ...], rows: list[Row], waiting: list[Any], books: dict[str, Any]
-    ) -> bool:
-        """Schedule and update, and see that all went as in a step that was checked in full, with another tail.
-
-        False if there was none like it, or if anything differs: then nothing is noted.
-        """
+    def _step_again(self, core: _Core, queue: tuple[int, ...]) -> bool:
+        """Go on as in a step that was checked in full, with another tail; False if there was none like it."""
         entries = core.entries
-        entry = None
         for depth in core.depths:
             entry = entries.get(queue[:depth])
             if entry is not None:
                 break
-        if entry is None:
+        else:
             return False
-        depth = entry.depth
-        tail, tail_rows = waiting[depth:], rows[depth:]
-        s, own, mid = self.s, self.own, entry.mid
+        if entry.mid is not None:
+            entry.blind = self._step_blindly(core, queue[:depth], entry, entry.mid)
+            entry.plan = entry.mid = None
+            if not entry.blind:
+                entry.outcomes = []
+        if not entry.blind:
+            return False
+        tail = queue[depth:]
+        ranks: tuple[int, ...] = ()
+        for event, _, _, _, _, _, core_there, waiting_there, places in entry.outcomes:
+            if self.graph is not None:
+                kept = len(places) - places.count(-1)
+                ranks = (*places, *range(kept, kept + len(tail)))
+            self._go(core_there << _SHIFT | self._queue(waiting_there + tail), event, entry.served, ranks)
+        entry.hits += 1
+        return True
+
+    def _step_blindly(self, core: _Core, queue: tuple[int, ...], entry: _Entry, mid: Image) -> bool:
+        """Whether schedule and update, which see nothing of a tail, nor whether there is one, do what they did."""
+        s, own = self.s, self.own
+        ready = self._ready(core, queue)
+        sealed = self._seal(ready.waiting, ready.books)
         try:
             plan = s.schedule()
         except Exception:
             return False
-        if (
-            plan != entry.plan
-            or s._plan is not plan
-            or s._log is not plan.log
-            or s._departed
-            or s._aborting
-            or s.groups != books
-            or not mid.same(s, tail)
-        ):
+        if plan != entry.plan or s._plan is not plan or s._log is not plan.log or not self._unseen(sealed, ready.books):
             return False
-        for g, values, branches, tables in tail_rows:
-            if scalars(g) != values or g.branches != branches or g.tables != tables:
-                return False
+        if s._departed or s._aborting or not mid.same(s, [], []):
+            return False
         log = plan.log
         mark = len(log)
-        seen = []
-        again = False
-        for event, stopped, failed, after, gone, logged, core_there, waiting_there, served in entry.outcomes:
-            if again:
-                own["blocks"] = self.blocks
-                self.blocks.gpu, self.blocks.cpu = self.pools
-                mid.load(s, tail)
-                own["groups"] = books.copy()
-                own["_plan"] = plan
-                del log[mark:]
-                own["_log"] = log
-            again = True
+        for event, stopped, failed, after, logged, changed, _, _, ranks in entry.outcomes:
+            mid.frame(s, [])
+            own["_plan"], own["_log"] = plan, log
+            del log[mark:]
+            sealed = self._seal(mid.queues[2], ready.books)
             try:
                 if event.broken:
                     s.fail(plan)
@@ -548,30 +611,33 @@ class _Search:
                     s.update(plan, stopped, failed)
             except Exception:
                 return False
-            if s._plan is not None or s._aborting or log != logged or not after.same(s, tail):
+            left = {name: g for (name, g), rank in zip(ready.books.items(), ranks, strict=True) if rank >= 0}
+            if s._plan is not None or s._aborting or log != logged or not self._unseen(sealed, left):
                 return False
-            if gone:
-                left = books.copy()
-                for name in gone:
-                    del left[name]
-                if s.groups != left:
-                    return False
-            elif s.groups != books:
+            if not after.same(s, [], []):
                 return False
-            for g, values, branches, tables in tail_rows:
-                if scalars(g) != values or g.branches != branches or g.tables != tables:
-                    return False
-            number = core_there << _SHIFT | self._queue(waiting_there + queue[depth:])
-            seen.append((number, event, served, () if self.graph is None else self._ranks(len(books))))
-        for one in seen:
-            self._go(*one)
-        entry.hits += 1
-        for row in rows[:depth]:
-            row.load()
+            for row in changed:
+                put(*row)
         return True
 
-    def _steps(self, s: Any, core: _Core, queue: tuple[int, ...], rows: list[Row], books: dict[str, Any]) -> None:
+    def _seal(self, waiting: list[Any], books: dict[str, Any]) -> tuple[Queue, Books, Nothing]:
+        """Leave only these groups to be seen of those that wait."""
+        own = self.own
+        own["waiting"], own["groups"], own["num_arrivals"] = sealed = Queue(waiting), Books(books), Nothing()
+        return sealed
+
+    def _unseen(self, sealed: tuple[Queue, Books, Nothing], books: dict[str, Any]) -> bool:
+        """Nobody has looked behind the seals; the books are these, and waiting is a plain queue again."""
+        own = self.own
+        queue, groups, number = sealed
+        if own["waiting"] is not queue or own["groups"] is not groups or own["num_arrivals"] is not number:
+            return False
+        own["waiting"] = deque(queue.shown())
+        return not (queue.looked or groups.looked or number.looked) and groups.shown() == books
+
+    def _steps(self, s: Any, core: _Core, queue: tuple[int, ...], ready: _Ready) -> None:
         """Schedule once, check it in full, and go on with everything that can come of it."""
+        everyone, books = ready.everyone, ready.books
         before = views.snapshot(s)
         shadow = Shadow.of(s)
         event = Event("step")
@@ -600,7 +666,6 @@ class _Search:
         counted = Counter(step.verbs)
         counted.update(f"preempt by {victim.mode}" for victim in step.victims)
         served = sum(1 << RANKS[request_id] for request_id in step.given)
-        everyone = list(books.values())
         image = Image(s, everyone, self.extra)
         events = list(self._outcomes(plan, len(books)))
         # where every waiting group was named there is no tail; with many outcomes it pays from the second time on
@@ -617,47 +682,60 @@ class _Search:
         )
         fields, groups, log = dict(self.own), dict(s.groups), s._log
         mark = len(log)
-        ends: list[Any] = []
+        ends: list[_End | None] = []
+        met: forms.Forms | None = [[] for _ in everyone] if self.alone else None
+        moved: list[int] = []
         for event in events:
-            if ends:
+            if event is not events[0]:
                 self.own.update(fields)
-                image.load(s, [])
+                image.frame(s, [])
+                for place in moved:
+                    put(everyone[place], image.values[place])
                 self.own["groups"] = groups.copy()
                 del log[mark:]  # shared with the plan
-            there = self._finish(s, step, event, shadow, served, counted)
-            ends.append((there, event, Image(s, [books[i] for i in s.groups if i in books], self.extra), set(s.groups),
-                         [*plan.log]) if alike and there >= 0 else None)  # fmt: skip
+            there, found, moved = self._finish(s, step, event, shadow, served, counted, everyone, image, met)
+            if alike and there >= 0:
+                after = Image(s, everyone, self.extra, [form.values for form in found])
+                ends.append(_End(there, event, after, moved, set(s.groups), [*plan.log]))
+            else:
+                ends.append(None)
+        for place in moved:  # their lists are kept in a form
+            put(everyone[place], image.values[place])
         self.sometimes.update(counted)
         if alike and all(ends):
-            self._keep(core, queue, rows, books, step, twin, image, ends, served, counted)
+            self._keep(core, queue, ready, twin, image, ends, served, counted)  # type: ignore[arg-type]
         return None
 
     def _keep(
         self,
         core: _Core,
         queue: tuple[int, ...],
-        rows: list[Row],
-        books: dict[str, Any],
-        step: views.Step,
+        ready: _Ready,
         plan: Any,
         mid: Image,
-        ends: list[Any],
+        ends: list[_End],
         served: int,
         counted: Counter[str],
     ) -> None:
         """Remember a step that was checked in full, unless it touched a group behind one that it left alone."""
+        rows = ready.rows
         named = {g.request_id for g, _ in plan.groups} | {g.request_id for g in plan.preempted}
         for end in ends:
-            named |= {entry[1] for entry in end[4]}
+            named |= {entry[1] for entry in end.log}
         depth = max((i + 1 for i, row in enumerate(rows) if row.group.request_id in named), default=0)
         depth += 1  # the head of those who still wait matters
-        tail = rows[depth:]
-        if depth > len(queue) or not mid.cut(tail):
+        tail, untouched = ready.waiting[depth:], [row.values for row in rows[depth:]]
+        if depth > len(queue) or not mid.cut(tail, untouched):
             return
         outcomes = []
-        for there, event, after, left, log in ends:
+        for there, event, after, changed, left, log in ends:
             kinds = self.queues[there & _MASK]
-            if not after.cut(tail) or kinds[len(kinds) - len(tail) :] != queue[depth:]:
+            if not after.cut(tail, untouched) or kinds[len(kinds) - len(tail) :] != queue[depth:]:
+                return
+            running, swapped, waiting = after.queues
+            place = {g.request_id: i for i, g in enumerate([*running, *swapped, *waiting])}
+            head = NAMES[: len(mid.groups)]
+            if not left.issuperset(place) or any(name in left and name not in place for name in head):
                 return
             outcomes.append(
                 _Outcome(
@@ -665,21 +743,34 @@ class _Search:
                     [(NAMES[r], b) for r, b in event.stopped],
                     [NAMES[r] for r in event.failed],
                     after,
-                    [name for name in books if name not in left],
                     log,
+                    [Row(mid.groups[place], mid.values[place]) for place in changed],
                     there >> _SHIFT,
                     kinds[: len(kinds) - len(tail)],
-                    served,
+                    tuple([place.get(name, -1) for name in head]),
                 )
             )
-        core.entries[queue[:depth]] = _Entry(depth, plan, mid, outcomes, tuple(counted.items()))
+        core.entries[queue[:depth]] = _Entry(depth, core.count, plan, mid, outcomes, served, tuple(counted.items()))
         if depth not in core.depths:
             core.depths.append(depth)
 
     def _finish(
-        self, s: Any, step: views.Step, event: Event, shadow: Shadow, served: int, counted: Counter[str]
-    ) -> int:
-        """Carry one outcome of a plan through; the number of the state after it, -1 where the key cannot tell."""
+        self,
+        s: Any,
+        step: views.Step,
+        event: Event,
+        shadow: Shadow,
+        served: int,
+        counted: Counter[str],
+        everyone: list[Any],
+        mid: Image,
+        met: forms.Forms | None,
+    ) -> tuple[int, list[Form], list[int]]:
+        """Carry one outcome of a plan through: the number of the state after it, -1 where the key cannot tell; the
+        forms of the groups, and which of them are not as in mid-step.
+
+        met: the forms in which they came out of this plan before; None to look at everything plainly.
+        """
         plan = step.plan
         for rank in event.aborted:
             s.abort(NAMES[rank])
@@ -691,17 +782,55 @@ class _Search:
                 s.update(plan, [(NAMES[r], b) for r, b in event.stopped], [NAMES[r] for r in event.failed])
         except Exception as error:
             self._broken([BY_ID["S8"]], event, f"{type(error).__name__}: {error}")
-            return -1
+            return -1, [], [*range(len(everyone))]
+        number = -1
+        found: list[Form] = []
+        moved = [*range(len(everyone))]
+        here: list[tuple[Any, Form]] = []
+        if met is not None:
+            found, moved = forms.find(self.codec, everyone, met, mid.values)
+            try:
+                key, waiting, here = forms.parts(self.codec, s, everyone, found)
+                number = self._number(key, waiting)
+            except UnfaithfulError:
+                pass
         if not event.broken:
             turn = views.conclude(step, s)
-            self._broken(self.checks.round(turn), event)
-            if not shadow.agrees(s):
-                self._broken([BY_ID["B7"]], event)
-            if self.hook is not None:
-                self.hook(step, turn._replace(after=views.snapshot(s)), event)
+            if number < 0 or not self._right(turn, mark, shadow, here):
+                self._broken(self.checks.round(turn), event)
+                if not shadow.agrees(s):
+                    self._broken([BY_ID["B7"]], event)
+                if self.hook is not None:
+                    self.hook(step, turn._replace(after=views.snapshot(s)), event)
         for entry in plan.log[mark:]:
             counted[entry[0]] += 1
-        return self._arrive(s, event, served, len(step.before.groups))
+        return self._arrive(s, event, served, len(step.before.groups), number), found, moved
+
+    def _right(self, turn: views.Round, mark: int, shadow: Shadow, here: list[tuple[Any, Form]]) -> bool:
+        """Laws and contents after an outcome are right.
+
+        What laws say of each group alone depends on the plan, on the group, and on what the log says of it; so do its
+        contents.  A group that came out the same before, with the same word in the log, is not looked at again.
+        """
+        if self.checks.round_whole(turn):
+            return False
+        told: dict[str, list[Any]] = {}
+        for entry in turn.step.plan.log[mark:]:
+            told.setdefault(entry[1], []).append(entry)
+        new = []
+        part = _Part([], [], [])
+        by_status = dict(zip(self.codec.statuses, part, strict=True))
+        for g, form in here:
+            said = told.get(form.name)
+            if said not in form.told:
+                new.append((form, said))
+                by_status[form.status].append(g)
+        if new:
+            if self.checks.round_alone(turn._replace(after=part)) or not shadow.agrees(part):  # type: ignore[arg-type]
+                return False
+            for form, said in new:
+                form.told.append(said)
+        return True
 
     def _outcomes(self, plan: Any, unfinished: int) -> Iterator[Event]:
         """All that can come of a plan."""

@@ -14,11 +14,21 @@ from typing import Any, NamedTuple
 
 from spec.check.codec import GROUP_FIELDS
 
-_PLAIN_FIELDS = tuple(sorted(set(GROUP_FIELDS) - {"branches", "tables"}))
-scalars: Callable[[Any], tuple[Any, ...]] = attrgetter(*_PLAIN_FIELDS)
+FIELDS = (*sorted(set(GROUP_FIELDS) - {"branches", "tables"}), "branches", "tables")
+full: Callable[[Any], tuple[Any, ...]] = attrgetter(*FIELDS)  # with the group's own lists: true until it is touched
 _space: dict[str, Any] = {}
-exec(f"def put(g, values):\n    {', '.join('g.' + name for name in _PLAIN_FIELDS)} = values", _space)
+exec(
+    f"def put(g, values):\n    {', '.join('g.' + name for name in FIELDS)} = values\n"
+    "    g.branches = [*g.branches]\n    g.tables = [[*table] for table in g.tables]",
+    _space,
+)
 put: Callable[[Any, tuple[Any, ...]], None] = _space["put"]
+
+
+def kept(g: Any) -> tuple[Any, ...]:
+    """All that the fields of a group hold, with lists of their own."""
+    *rest, branches, tables = full(g)
+    return (*rest, [*branches], [[*table] for table in tables])
 
 
 class Row(NamedTuple):
@@ -26,19 +36,14 @@ class Row(NamedTuple):
 
     group: Any
     values: tuple[Any, ...]
-    branches: list[int]
-    tables: list[list[int]]
 
     @classmethod
     def of(cls, g: Any) -> Row:
-        return cls(g, scalars(g), [*g.branches], [[*table] for table in g.tables])
+        return cls(g, kept(g))
 
     def load(self) -> None:
         """Make the group what it was."""
-        g, values, branches, tables = self
-        put(g, values)
-        g.branches = [*branches]
-        g.tables = [[*table] for table in tables]
+        put(*self)
 
 
 class Image:
@@ -47,31 +52,37 @@ class Image:
     What the key of a state ignores is ignored here too; who is in the books is for the caller to compare.
     """
 
-    __slots__ = ("extra", "more", "pools", "queues", "rows")
+    __slots__ = ("extra", "groups", "more", "pools", "queues", "values")
 
-    def __init__(self, s: Any, groups: Iterable[Any], extra: tuple[str, ...]) -> None:
-        """Of the scheduler as it is now.  extra: fields of a policy's own."""
+    def __init__(
+        self, s: Any, groups: Iterable[Any], extra: tuple[str, ...], values: list[tuple[Any, ...]] | None = None
+    ) -> None:
+        """Of the scheduler as it is now.  extra: fields of a policy's own.
+
+        values: of the groups, where they are known and nobody else will touch their lists.
+        """
         self.extra = extra
-        self.more = tuple(getattr(s, name) for name in extra)
-        self.rows = tuple(Row.of(g) for g in groups)
+        self.more = tuple([getattr(s, name) for name in extra])
+        self.groups = [*groups]
+        self.values = [*map(kept, self.groups)] if values is None else values
         self.queues = [*s.running], [*s.swapped], [*s.waiting]
         gpu, cpu = s.blocks.gpu, s.blocks.cpu
         self.pools = [*gpu.free], [*gpu.refs], [*cpu.free], [*cpu.refs]
 
-    def cut(self, tail: list[Row]) -> bool:
-        """Leave the tail out, if it is there and untouched."""
+    def cut(self, tail: list[Any], values: list[tuple[Any, ...]]) -> bool:
+        """Leave the tail out, if it is there with these values."""
         if not tail:
             return True
         count = len(tail)
         running, swapped, waiting = self.queues
-        if waiting[-count:] != [row.group for row in tail] or list(self.rows[-count:]) != tail:
+        if waiting[-count:] != tail or self.groups[-count:] != tail or self.values[-count:] != values:
             return False
         self.queues = running, swapped, waiting[:-count]
-        self.rows = self.rows[:-count]
+        self.groups, self.values = self.groups[:-count], self.values[:-count]
         return True
 
-    def same(self, s: Any, tail: list[Any]) -> bool:
-        """The scheduler is as the image, with this tail in the queue; the fields of the tail are not looked at."""
+    def same(self, s: Any, tail: list[Any], values: list[tuple[Any, ...]]) -> bool:
+        """The scheduler is as the image, with this tail in the queue, whose groups have these values."""
         running, swapped, waiting = self.queues
         if [*s.waiting] != waiting + tail or [*s.running] != running or [*s.swapped] != swapped:
             return False
@@ -81,13 +92,20 @@ class Image:
         for name, value in zip(self.extra, self.more, strict=True):
             if getattr(s, name) != value:
                 return False
-        for g, values, branches, tables in self.rows:
-            if scalars(g) != values or g.branches != branches or g.tables != tables:
-                return False
-        return True
+        return [*map(full, self.groups + tail)] == self.values + values
+
+    def changed(self, values: list[tuple[Any, ...]]) -> list[int]:
+        """The places of the groups that do not have the values of the image."""
+        return [place for place, (now, was) in enumerate(zip(values, self.values, strict=True)) if now != was]
 
     def load(self, s: Any, tail: list[Any]) -> None:
         """Make the scheduler, its pools and these groups what they were, with this tail in the queue."""
+        self.frame(s, tail)
+        for g, values in zip(self.groups, self.values, strict=True):
+            put(g, values)
+
+    def frame(self, s: Any, tail: list[Any]) -> None:
+        """The same for all but the groups."""
         own = vars(s)
         running, swapped, waiting = self.queues
         own["running"], own["swapped"], own["waiting"] = deque(running), deque(swapped), deque(waiting + tail)
@@ -97,10 +115,6 @@ class Image:
         gpu, cpu = s.blocks.gpu, s.blocks.cpu
         free, refs, cpu_free, cpu_refs = self.pools
         gpu.free, gpu.refs, cpu.free, cpu.refs = [*free], [*refs], [*cpu_free], [*cpu_refs]
-        for g, values, branches, tables in self.rows:
-            put(g, values)
-            g.branches = [*branches]
-            g.tables = [[*table] for table in tables]
 
 
 def frozen(plan: Any) -> Any:
