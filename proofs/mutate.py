@@ -23,7 +23,9 @@ import json
 import os
 import platform
 import resource
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter, deque
@@ -73,10 +75,11 @@ def _child(mutation: Mutation | None, stage: str, out: int) -> None:
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     verdict: dict[str, Any] = {"killed": False, "by": ""}
+    dumps = tempfile.mkdtemp(prefix="lawful-mutants-")
     try:
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         os.environ["LAWFUL_CONTRACTS"] = "on" if stage == "tests" else "off"
-        os.environ["LAWFUL_DUMP_DIR"] = f"/tmp/lawful-mutants-{os.getpid()}"
+        os.environ["LAWFUL_DUMP_DIR"] = dumps
         assert not any(name.startswith("engine.") for name in sys.modules), "the scheduler is already there"
         if mutation is not None:
             sys.meta_path.insert(0, _Changed(mutation, mutated(mutation)))
@@ -84,6 +87,7 @@ def _child(mutation: Mutation | None, stage: str, out: int) -> None:
         verdict["by"] = str(getattr(killers, f"stage_{stage}")() or "")
     except BaseException as error:
         verdict = {"killed": True, "by": _reason(error)}
+    shutil.rmtree(dumps, ignore_errors=True)  # this process ends without clearing up
     usage = resource.getrusage(resource.RUSAGE_SELF)
     verdict["cpu"] = round(usage.ru_utime + usage.ru_stime, 3)
     os.write(out, json.dumps(verdict).encode())
