@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from engine import __version__, serve_cli
-from engine.logs import formatter
+from engine.logs import formatter, refusals_are_told
 from engine.simulate.arguments import add_simulate
 
 if TYPE_CHECKING:
@@ -242,15 +242,11 @@ def _generate(args: argparse.Namespace) -> int:
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
     llm = _load(args)
     bar = not args.quiet and len(prompts) > 1
-    refusals = logging.getLogger("lawful.refused")
-    refusals.disabled = True  # they are told below, with the prompt's number
-    try:
+    with refusals_are_told():
         if args.chat:
             outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, use_tqdm=bar)
         else:
             outputs = llm.generate(prompts, params, use_tqdm=bar)
-    finally:
-        refusals.disabled = False
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=1):
         if args.json:
             print(json.dumps(_as_json(prompt, output), ensure_ascii=False))

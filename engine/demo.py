@@ -13,6 +13,7 @@ from rich.text import Text
 
 from engine.config import EngineArgs
 from engine.llm import LLM, build_core
+from engine.logs import refusals_are_told
 from engine.sampling import SamplingParams
 
 
@@ -33,7 +34,8 @@ def demo(args: EngineArgs, num_prompts: int, n: int, max_tokens: int, *, progres
     core = build_core(args)
     llm = LLM.from_core(core)
     started = time.perf_counter()
-    outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, use_tqdm=progress)
+    with refusals_are_told():
+        outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, use_tqdm=progress)
     elapsed = time.perf_counter() - started
     core.stats.maybe_log(core.scheduler.counts(), force=True)
     for prompt, output in zip(prompts, outputs, strict=True):

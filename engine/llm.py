@@ -14,13 +14,12 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from engine.config import EngineArgs, free_memory
 from engine.core import EngineCore
 from engine.errors import ConfigError, InvalidPromptError
-from engine.logs import speak_by_default
+from engine.logs import refusals, speak_by_default
 from engine.outputs import RequestOutput
 from engine.sampling import SamplingParams
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("lawful")
-refusals = logging.getLogger("lawful.refused")  # apart, for callers who tell of them in their own way
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]

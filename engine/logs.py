@@ -5,11 +5,25 @@ Guarantees: a program that has its own handlers never sees a line twice, wheneve
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 
 FORMAT = "%(levelname)s %(asctime)s %(message)s"
 SWITCH = "LAWFUL_CONFIGURE_LOGGING"  # 0 leaves the logger alone
+
+refusals = logging.getLogger("lawful.refused")  # of requests in a list, apart for callers who tell of them themselves
+
+
+@contextlib.contextmanager
+def refusals_are_told() -> Iterator[None]:
+    """Within it a refusal is no log line: the caller shows it."""
+    refusals.disabled = True
+    try:
+        yield
+    finally:
+        refusals.disabled = False
 
 
 class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]

@@ -7,6 +7,7 @@ whoever trickles a body that nobody reads any more; what is no HTTP at all is an
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -87,7 +88,9 @@ class Connection(H11Protocol):
         headers = [*response.raw_headers, (b"x-request-id", random_id().encode()), (b"connection", b"close")]
         try:
             for part in (
-                h11.Response(status_code=error.status, headers=headers),
+                h11.Response(
+                    status_code=error.status, headers=headers, reason=HTTPStatus(error.status).phrase.encode()
+                ),
                 h11.Data(data=bytes(response.body)),
                 h11.EndOfMessage(),
             ):
