@@ -77,6 +77,8 @@ def taken_next(scheduler: Scheduler, arrivals: Iterable[SequenceGroup]) -> int:
     free, tokens = int(scheduler.blocks.gpu_free), config.tokens
     seqs = config.seqs - sum(int(group.live) for group in running)
     for group in running:
+        if group.is_decode and not config.enable_chunked_prefill:
+            continue  # whole prompts come before it
         lacks = int(group.deficit - group.tokens)
         tokens -= lacks if lacks > 0 else int(group.live)
         if group.is_decode and not group.tokens:
