@@ -258,7 +258,14 @@ def recorded(chunked: bool, mode: str | None, seed: int = 3) -> tuple[str, ...]:
 
 
 def read(lines: Any) -> list[Finding]:
-    auditor = Auditor()
+    """What is wrong with the lines: the same laws at the same line as when all is evaluated."""
+    short, full = (read_as(lines, in_full) for in_full in (False, True))
+    assert [(one.line, one.law) for one in short] == [(one.line, one.law) for one in full]
+    return short
+
+
+def read_as(lines: Any, in_full: bool) -> list[Finding]:
+    auditor = Auditor(in_full)
     for line in lines:
         findings = auditor.line(line)
         if findings:
@@ -327,6 +334,29 @@ def test_a_forged_number_word_or_flag_is_found_at_its_line(run: tuple[bool, str 
     findings = read(chained(contents))
     assert findings, f"{path} of line {at + 1} changed from {value} to {other}, and nobody saw"
     assert findings[0].line == at + 1, f"{path} of line {at + 1}: {value} to {other}: {findings[0]}"
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("what", ["decodes", "swaps", "forks"])
+def test_every_number_of_a_line_is_forged(chunked: bool, what: str) -> None:
+    """One by one, up and down, in a line that only decodes, one that moves blocks and one that makes branches."""
+
+    def fits(line: dict[str, Any]) -> bool:
+        if what == "swaps":
+            return "out" in line or "in" in line
+        if what == "forks":
+            return any(entry[0] == "fork" for entry in line.get("logged", ()))
+        return line["computes"][0] == 0 and len(line["run"]) > 1
+
+    runs = ([json.loads(line) for line in recorded(chunked, "swap", seed)] for seed in range(3, 20))
+    contents, at = next((run, i) for run in runs for i, line in enumerate(run) if "run" in line and fits(line))
+    contents = contents[: at + 1]
+    for path, value in leaves(contents[at]):
+        if isinstance(value, int) and not isinstance(value, bool):
+            for other in (value - 1, value + 1):
+                forged = [*contents[:at], put(contents[at], path, other)]
+                findings = read(chained(forged))
+                assert findings[0].line == at + 1, f"{path} of line {at + 1}: {value} to {other}"
 
 
 @settings(max_examples=100, deadline=None)

@@ -76,6 +76,7 @@ class _Word(NamedTuple):
     value: str
 
 
+_made: Any = tuple.__new__  # of a named tuple, without a count of the fields
 _DEVICE = {"running": 0, "swapped": 1}
 _STATUS = {name: _Word(name) for name in ("running", "swapped", "waiting", "finish", "abort", "fail")}
 
@@ -173,7 +174,8 @@ class _Pool:
 class _Books:
     """The state that the lines read so far add up to."""
 
-    def __init__(self, header: dict[str, Any]) -> None:
+    def __init__(self, header: dict[str, Any], in_full: bool) -> None:
+        self.in_full = in_full
         self.config = Config.of(header["config"])
         self.groups: dict[str, Group] = {}
         self.queues: dict[str, list[str]] = {"running": [], "swapped": [], "waiting": []}
@@ -189,6 +191,8 @@ class _Books:
         self.counted: dict[str, tuple[int, tuple[tuple[int, ...], ...]]] = {}  # device and tables as counted
         self.shadow = Shadow(self.config.block_size, self.config.num_gpu_blocks, self.config.num_cpu_blocks)
         self.verified: dict[str, list[int]] = {}  # positions of each branch whose contents are known to be right
+        # tables found right, for which branches and blocks, and the shortest and longest of those branches
+        self.covered: dict[str, tuple[Any, tuple[int, ...], int, int, int]] = {}
         self.doubts: list[_Wrong] = []
         self.marked: set[str] = set()  # groups that carry tokens or a status out of the ordinary
         if self.blocks != (self.config.num_gpu_blocks, self.config.num_cpu_blocks):
@@ -253,9 +257,20 @@ class _Books:
                 home[came] = name
             moved.update(inserted)
         stated = change.get("groups", {})
-        tokens = given.get
-        for name in self.marked | stated.keys() | given.keys() | moved:
-            self._change(name, stated.get(name), tokens(name, 0))
+        tokens, groups = given.get, self.groups
+        for name in {*self.marked, *stated, *given, *moved}:
+            old, one = groups.get(name), stated.get(name)
+            if old is None or (one and len(one) != ("known" in one)):
+                self._change(name, one, tokens(name, 0))
+                continue
+            # by far the most frequent: tokens and status, and at most the length
+            known = one["known"] if one else old[8]
+            status = _STATUS[home.get(name) or "finish"]
+            groups[name] = new = _made(Group, (*old[:8], known, *old[9:13], tokens(name, 0), old[14], old[15], status))
+            if one:
+                work = new.deficit + new.live * (new.max_tokens - 1 - known + new.prompt_len)  # words.remaining_work
+                self.work += work - self.works.get(name, 0)
+                self.works[name] = work
         self.marked = set(given)
         for name, one in stated.items():
             if "tokens" in one or "status" in one:
@@ -280,27 +295,22 @@ class _Books:
     def _change(self, name: str, stated: dict[str, Any] | None, tokens: int) -> None:
         """Put a group's stated values in place of the old ones; tokens and status follow from the rest by default."""
         old = self.groups.get(name)
-        status = _STATUS[self.home.get(name) or "finish"]
-        if old is not None and (stated is None or len(stated) == ("known" in stated)):  # by far the most frequent
-            known = stated["known"] if stated else old.known
-            self.groups[name] = new = Group._make((*old[:8], known, *old[9:13], tokens, *old[14:16], status))
-        else:
-            values = {key: value for key, value in (stated or {}).items() if key != "table"}
-            values["status"] = _STATUS[values["status"]] if "status" in values else status
-            values.setdefault("tokens", tokens)
-            if "branches" in values:
-                values["branches"] = tuple(values["branches"])
-            if "tables" in values:
-                values["tables"] = tuple(map(tuple, values["tables"]))
-            elif stated and "table" in stated:
-                tables = list(old.tables) if old is not None else []
-                for branch, kept, rest in stated["table"]:
-                    if not 0 <= branch < len(tables) or not 0 <= kept <= len(tables[branch]):
-                        raise _Wrong(f"{name}: branch {branch} has no {kept} blocks to keep")
-                    tables[branch] = (*tables[branch][:kept], *rest)
-                values["tables"] = tuple(tables)
-            fresh = old is None or "arrival" in values
-            self.groups[name] = new = Group(request_id=name, **values) if fresh else old._replace(**values)  # type: ignore[union-attr]
+        values = {key: value for key, value in (stated or {}).items() if key != "table"}
+        values["status"] = _STATUS[values["status"]] if "status" in values else _STATUS[self.home.get(name) or "finish"]
+        values.setdefault("tokens", tokens)
+        if "branches" in values:
+            values["branches"] = tuple(values["branches"])
+        if "tables" in values:
+            values["tables"] = tuple(map(tuple, values["tables"]))
+        elif stated and "table" in stated:
+            tables = list(old.tables) if old is not None else []
+            for branch, kept, rest in stated["table"]:
+                if not 0 <= branch < len(tables) or not 0 <= kept <= len(tables[branch]):
+                    raise _Wrong(f"{name}: branch {branch} has no {kept} blocks to keep")
+                tables[branch] = (*tables[branch][:kept], *rest)
+            values["tables"] = tuple(tables)
+        fresh = old is None or "arrival" in values
+        self.groups[name] = new = Group(request_id=name, **values) if fresh else old._replace(**values)  # type: ignore[union-attr]
         if stated:
             work = remaining_work(new)
             self.work += work - self.works.get(name, 0)
@@ -319,26 +329,29 @@ class _Books:
             before, old = self.counted.get(name, (-1, ()))
             if (before, old) == (device, tables):
                 continue
+            gone, came = old, tables
             if before == device and len(old) == len(tables):
+                gone = came = ()
                 for a, b in zip(old, tables, strict=True):
                     if a != b:
                         kept = _common(a, b)
-                        blocks[device].update(a[kept:], b[kept:])
-            else:
-                for place, parts in ((before, old), (device, tables)):
-                    if place >= 0:
-                        blocks[place].update(*parts)
+                        gone, came = (*gone, a[kept:]), (*came, b[kept:])
+            for place, parts in ((before, gone), (device, came)):
+                if place >= 0:
+                    blocks[place].update(*parts)
+            if self.in_full:  # else what stays in a table is not counted again
+                gone, came = old, tables
             if before >= 0:
-                self.pools[before].drop(old)
+                self.pools[before].drop(gone)
                 del self.counted[name]
             if device >= 0:
-                now.append((name, device, tables))
+                now.append((name, device, came))
                 self._unverify(name, old if before == device else (), tables)
             else:
                 self.verified.pop(name, None)
         for name, device, tables in now:
             self.pools[device].name(tables, name)
-            self.counted[name] = device, tables
+            self.counted[name] = device, self.groups[name].tables
         for pool, pairs, those in zip(self.pools, stated, blocks, strict=True):
             if list(pairs[::2]) != sorted(those):
                 self._doubt("the blocks whose references are stated are not those that the tables touch", "B3")
@@ -376,6 +389,34 @@ class _Books:
         """A counter that is not what the rest adds up to: told after the laws, which say more where one is broken."""
         self.doubts.append(_Wrong(text, *([BY_ID[law]] if law else [])))
 
+    def tables(self, s: State, names: set[str]) -> list[Law]:
+        """B4t of these groups: it is about each group alone.
+
+        Of a decode whose tables are those that were seen before, only the lengths can have become wrong.
+        """
+        size, covered = self.config.block_size, self.covered
+        doubtful = set()
+        for name in names:
+            g = self.groups.get(name)
+            if g is None:
+                covered.pop(name, None)
+                continue
+            seen = None if self.in_full else covered.get(name)
+            if seen is not None and g.forked and g.deficit == g.live and self.home[name] == "running":
+                tables, branches, held, least, most = seen
+                if g.tables is tables and g.branches is branches and g.held == held:
+                    done = g.known - 1
+                    if least >= -(-done // size) and most <= done // size + 1:
+                        continue
+            doubtful.add(name)
+        broken = _tables(s, doubtful)
+        for name in doubtful if not broken else ():
+            g = self.groups.get(name)
+            if g is not None and g.branches:
+                lengths = [len(g.tables[branch]) for branch in g.branches]
+                covered[name] = g.tables, g.branches, g.held, min(lengths), max(lengths)
+        return broken
+
     def recount(self) -> None:
         """References of all tables, counted from nothing."""
         for device, queue in enumerate(("running", "swapped")):
@@ -394,9 +435,8 @@ class _Books:
         self.shadow.execute(plan)
         for row in plan.scheduled:
             known = self.verified[row.group.request_id]
-            for branch, done in enumerate(known):  # all, since full prompt blocks are shared
-                if done > row.start:
-                    known[branch] = row.start
+            if max(known, default=0) > row.start:  # of any branch, since full prompt blocks are shared
+                known[:] = [min(done, row.start) for done in known]
 
     def contents(self, names: Iterable[str]) -> None:
         """Every computed position of these groups' tables holds its own token (B7)."""
@@ -408,18 +448,29 @@ class _Books:
             g, known = self.groups[name], self.verified[name]
             pool = self.shadow.cpu if device else self.shadow.gpu
             prompt = (g.arrival + 1) * _GROUP
+            lead: tuple[int, ...] = ()
             for branch, done in computed(g):
                 table, own = g.tables[branch], prompt + (branch + 1) * _BRANCH
-                for at in range(known[branch], done):
+                first = known[branch]
+                if not lead:
+                    lead, shown = table, done
+                elif first < min(shown, g.prompt_len) and not self.in_full:
+                    # the first branch has shown the prompt as far as its blocks are the same
+                    first = max(first, min(_common(lead, table) * size, shown, g.prompt_len))
+                for at in range(first, done):
                     if pool[table[at // size] * size + at % size] != at + (prompt if at < g.prompt_len else own):
                         raise _Wrong(f"{name}, branch {branch}: position {at} holds another token", BY_ID["B7"])
                 known[branch] = done
 
 
 class Auditor:
-    """Reads a trace line by line; `line` returns what is wrong with one, and nothing may be read after that."""
+    """Reads a trace line by line; `line` returns what is wrong with one, and nothing may be read after that.
 
-    def __init__(self) -> None:
+    in_full: evaluate everything that a line may have changed, also where less is enough to know what would be found.
+    """
+
+    def __init__(self, in_full: bool = False) -> None:
+        self.in_full = in_full
         self.seen = Audit()
         self.books: _Books | None = None
         self.digest = ""
@@ -477,7 +528,7 @@ class Auditor:
             raise _Wrong("this is not the header of a trace")
         if line["format"] != FORMAT:
             raise _Wrong(f"the format is {line['format']}; this audit reads {FORMAT}")
-        self.books = _Books(line)
+        self.books = _Books(line, self.in_full)
         self.step = line["steps"]
 
     def _trailer(self, line: dict[str, Any]) -> None:
@@ -512,11 +563,7 @@ class Auditor:
         except KeyError as error:
             raise _Wrong(f"the plan names {error}, which was in no queue", BY_ID["S19"]) from None
         _obey(
-            plain.check_step(step)
-            + plain.check_mid(step)
-            + plain.check_state_in_mid(mid)
-            + _ids_step(step)
-            + _exclusive(plan, books),
+            plain.check_step(step) + plain.check_mid(step) + plain.check_state_in_mid(mid) + _rows(step, plan, books),
             books,
         )
         _account_for_schedule(step, log, touched)
@@ -531,7 +578,7 @@ class Auditor:
         after = books.state(calm)
         turn = views.conclude(step, after)
         failed = line["outcome"] == "fail"
-        broken = plain.check_state(after) + _tables(after, changed | touched | given.keys())
+        broken = plain.check_state(after) + books.tables(after, changed | touched | given.keys())
         if failed:
             broken += [] if nothing_lost(turn) else [BY_ID["N1"]]
         elif line["outcome"] == "update":
@@ -631,6 +678,9 @@ class Auditor:
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """How many blocks two tables have in common from the start."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -649,7 +699,7 @@ def _row(stated: list[Any], books: _Books) -> _Row:
         ]
     if branch < 0:
         raise IndexError(branch)
-    return _Row(g, branch, start, end, table[0] if table else g.tables[branch], slots, tuple(draws))
+    return _made(_Row, (g, branch, start, end, table[0] if table else g.tables[branch], slots, tuple(draws)))  # type: ignore[no-any-return]
 
 
 def _obey(broken: list[Law], books: _Books) -> None:
@@ -662,6 +712,47 @@ def _obey(broken: list[Law], books: _Books) -> None:
 
 _tables_cover = plain.checker((BY_ID["B4t"],))
 _ids_step = plain.checker(tuple(law for law in IDS_STEP if law.id != "B6"))
+_moves_and_totals = plain.checker(tuple(law for law in IDS_STEP if law.id in ("S9", "S21")))
+
+
+def _rows(step: views.Step, plan: _Plan, books: _Books) -> list[Law]:
+    """The laws on ids of a step.  Most lines only decode: then one walk over the rows sees that all is right."""
+    if not books.in_full and _only_decodes(step, plan, books):
+        return _moves_and_totals(step)
+    return _ids_step(step) + _exclusive(plan, books)
+
+
+def _only_decodes(step: views.Step, plan: _Plan, books: _Books) -> bool:
+    """Every group with tokens is a decode with one row a branch, each just as S10r, S12r and B6 ask; False if in doubt.
+
+    A decode computes the last position of each branch, after the prompt, in a block of the branch's own.
+    """
+    size, refs, rows = books.config.block_size, books.pools[0].refs, plan.scheduled
+    slots: set[int] = set()
+    at, last = 0, len(rows)
+    for was, g, tokens in step.served:
+        if not g.forked or not tokens == g.deficit == was.deficit == g.live:
+            return False
+        known = g.known
+        block, offset = divmod(known - 1, size)
+        before = -1
+        for branch in g.branches:
+            if at == last or branch <= before:
+                return False
+            before = branch
+            one, number, start, end, table, those, draws = rows[at]
+            at += 1
+            own = g.tables[branch]
+            if one is not g or number != branch or start != known - 1 or end != known or draws != (branch,):
+                return False
+            if (table is not own and tuple(table) != own) or block >= len(own):
+                return False
+            home = own[block]
+            slot = home * size + offset
+            if those != [slot] or refs[home] != 1:
+                return False
+            slots.add(slot)
+    return at == last == len(slots)
 
 
 def _exclusive(plan: _Plan, books: _Books) -> list[Law]:
@@ -681,7 +772,7 @@ def _exclusive(plan: _Plan, books: _Books) -> list[Law]:
     return [] if len(slots) == count else [BY_ID["B6"]]
 
 
-def _tables(s: State, names: set[str]) -> list[Law]:
+def _tables(s: State, names: Iterable[str]) -> list[Law]:
     """B4t of the groups that may have changed: it is about each group alone."""
     return _tables_cover(
         s._replace(
@@ -768,6 +859,10 @@ def _account_for_outcome(
         verbs.setdefault(entry.request_id, []).append(entry)
     for name, own in verbs.items():
         was, now = step.now.get(name), new.get(name)
+        if not (
+            own or failed or was is None or now is None or was.forked != now.forked or was.branches != now.branches
+        ):
+            continue  # nothing happened to it, and nothing is said of it
         expected: list[_Entry] = []
         begun = next((i for i, entry in enumerate(own) if entry.verb == "add"), None)
         if was is None or (begun is not None and begun > 0):
@@ -808,12 +903,12 @@ def _account_for_outcome(
             raise _Wrong(f"of {name} the log says {said}; what happened is {right}")
 
 
-def audit(path: str | Path) -> Audit:
-    """Read a trace to its end, or to the first line at which something is wrong.
+def audit(path: str | Path, in_full: bool = False) -> Audit:
+    """Read a trace to its end, or to the first line at which something is wrong.  in_full: as `Auditor` says.
 
     Raises OSError, or UnicodeDecodeError when it is not text.
     """
-    auditor = Auditor()
+    auditor = Auditor(in_full)
     begun = time.perf_counter()
     with open(path, encoding="utf-8", newline="\n") as lines:
         for text in lines:
