@@ -94,10 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     serve_cli.add_bench_serve(kinds, Formatter)
 
     demo = command("demo", _demo, "Answer real prompts under memory pressure and show what the scheduler did.")
-    demo.add_argument("--num-prompts", type=int, default=20, help="how many of the sample prompts")
-    demo.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
+    demo.add_argument("--num-prompts", type=int, default=16, help="how many of the sample prompts")
+    demo.add_argument("--max-tokens", type=int, default=48, help="tokens of each answer")
     demo.add_argument("--n", type=int, default=2, help="answers to each prompt")
-    add_engine_args(demo, num_gpu_blocks_override=56, num_cpu_blocks_override=24, max_model_len=512)
+    add_engine_args(demo, dtype="float16", num_gpu_blocks_override=48, num_cpu_blocks_override=24, max_model_len=512)
 
     add_simulate(command)
 

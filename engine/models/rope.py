@@ -60,7 +60,7 @@ class Turns:
         turns = self._table[positions]
 
         def turn(heads: Tensor) -> Tensor:
-            torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2)).mul_(turns)
+            torch.view_as_complex(heads.view(*heads.shape[:2], heads.shape[2] // 2, 2)).mul_(turns)
             return heads
 
         return turn

@@ -1,0 +1,52 @@
+"""Another engine on the load of benchmarks/cpu_engine.py, run by that engine's own interpreter; prints tokens/s.
+
+    PYTHON benchmarks/cpu_peers.py vllm DIRECTORY REQUESTS PROMPT OUTPUT N
+
+DIRECTORY is a Hugging Face directory; `python benchmarks/cpu_engine.py --save-model DIRECTORY` writes one of the
+embedded model.  Prompts are random token ids, the same for all engines; greedy (temperature 1 where n > 1), end tokens
+ignored; loading and one short request are not timed.  PEER_DTYPE: bfloat16 unless it is set.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+
+VOCABULARY = 49152
+
+
+def prompts(requests: int, length: int) -> list[list[int]]:
+    """The same ids for every engine."""
+    rng = random.Random(0)
+    return [[rng.randrange(VOCABULARY) for _ in range(length)] for _ in range(requests)]
+
+
+def vllm(model: str, requests: int, prompt: int, output: int, n: int) -> float:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    dtype = os.environ.get("PEER_DTYPE", "bfloat16")
+    llm = LLM(model, dtype=dtype, enforce_eager=True, enable_prefix_caching=False, max_model_len=1024)
+    params = SamplingParams(n=n, temperature=0.0 if n == 1 else 1.0, max_tokens=output, ignore_eos=True)
+    load = [{"prompt_token_ids": ids} for ids in prompts(requests, prompt)]
+    llm.generate(load[:1], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    started = time.perf_counter()
+    outputs = llm.generate(load, params, use_tqdm=False)
+    elapsed = time.perf_counter() - started
+    return sum(len(completion.token_ids) for result in outputs for completion in result.outputs) / elapsed
+
+
+def main() -> None:
+    engines = {"vllm": vllm}
+    if len(sys.argv) != 7 or sys.argv[1] not in engines:
+        raise SystemExit(__doc__)
+    requests, prompt, output, n = map(int, sys.argv[3:])
+    print(f"{engines[sys.argv[1]](sys.argv[2], requests, prompt, output, n):.2f}")
+
+
+if __name__ == "__main__":
+    main()
