@@ -37,10 +37,11 @@ logger = logging.getLogger("lawful")
 
 Load = Sequence[tuple[int, int, int]]  # (prompt tokens, branches, output tokens) of requests that come at once
 COLUMNS = ("step", "prefill_token", "decode_token", "prefill_pair", "decode_kv", "swapped_token", "copied_token")
+LEAST_STEPS = 5  # a cost that fewer steps have is noise, and stays 0
 
-# Prompts alone from short to long, decodes few and many with short and long contexts, both at once, and more
-# than the pool holds, so that groups are swapped.
 WARM_UP: Load = [(64, 1, 4)]
+# Prompts alone from short to long, decodes few and many with short and long contexts, both at once, forks, and more
+# than the pool holds, so that groups are swapped.
 LOADS: tuple[Load, ...] = (
     *([(length, 1, 2)] for length in (16, 32, 64, 128, 256, 512, 1024, 1500)),
     [(32, 1, 48)],
@@ -50,7 +51,8 @@ LOADS: tuple[Load, ...] = (
     [(320, 1, 32)] * 16,
     [(700, 1, 32)] * 8,
     [(64 * i, 1, 8 * i) for i in range(1, 9)],
-    [(200, 2, 40)] * 20,
+    [(24 * i + 8, 2, 24) for i in range(1, 9)],
+    [(200, 2, 32)] * 28,
 )
 POOL = {"num_gpu_blocks_override": 384, "num_cpu_blocks_override": 384, "max_model_len": 2048}
 
@@ -131,7 +133,7 @@ def fit(steps: Sequence[Step], name: str = "fitted", source: str = "") -> Fit:
     work = np.array([[1, *step.work] for step in steps], dtype=np.float64)  # (steps, costs)
     seconds = np.array([step.seconds for step in steps])
     costs = np.zeros(len(COLUMNS))
-    used = [i for i in range(len(COLUMNS)) if work[:, i].any()]
+    used = [i for i in range(len(COLUMNS)) if np.count_nonzero(work[:, i]) >= LEAST_STEPS]
     while used:
         scale = work[:, used].max(axis=0)  # costs differ by many orders of magnitude
         found, *_ = np.linalg.lstsq(work[:, used] / scale / seconds[:, None], np.ones(len(steps)), rcond=None)

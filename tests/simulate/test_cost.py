@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.simulate.cost import COSTS, CostModel, Work, load_cost, presets
-from engine.simulate.fit import COLUMNS, Step, fit, measure
+from engine.scheduler import Scheduler, SchedulerConfig, SequenceGroup
+from engine.scheduler.contracts import lifted
+from engine.simulate.cost import COSTS, CostModel, Work, load_cost, presets, work_of
+from engine.simulate.fit import COLUMNS, LEAST_STEPS, LOADS, POOL, Step, fit, measure
 
 TRUE = CostModel(
     step=0.01, prefill_token=1e-4, decode_token=5e-4, prefill_pair=1e-8, decode_kv=1e-6, swapped_token=2e-6
@@ -128,6 +130,29 @@ def test_a_cost_that_would_be_negative_is_left_out() -> None:
 def test_a_fit_needs_steps() -> None:
     with pytest.raises(ValueError, match="2 steps were measured; a fit needs at least 7"):
         fit(steps()[:2])
+
+
+def test_the_loads_of_a_fit_hold_every_kind_of_work() -> None:
+    """Through the scheduler alone, with the pool that the measurement has."""
+    config = SchedulerConfig(
+        num_gpu_blocks=POOL["num_gpu_blocks_override"],
+        num_cpu_blocks=POOL["num_cpu_blocks_override"],
+        max_model_len=POOL["max_model_len"],
+        preemption_mode="swap",
+    )
+    made: list[Work] = []
+    with lifted():
+        scheduler = Scheduler(config)
+        for number, requests in enumerate(LOADS):
+            for place, (prompt, n, tokens) in enumerate(requests):
+                scheduler.add(SequenceGroup(f"{number}-{place}", prompt, n, tokens))
+            while scheduler.has_unfinished():
+                plan = scheduler.schedule()
+                made.append(work_of(plan, config.block_size))
+                scheduler.update(plan)
+    for name in Work._fields:
+        assert sum(getattr(work, name) > 0 for work in made) >= LEAST_STEPS, name
+    assert len(made) < 600, "a fit takes a minute, not an hour"
 
 
 @pytest.mark.model
