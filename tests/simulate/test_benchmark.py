@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,23 @@ def test_policies_are_compared_on_the_same_load() -> None:
                 assert len({json.dumps(run[name]) for run in runs}) == 1
             for name in ("num_gpu_blocks", "num_cpu_blocks", "max_num_seqs", "max_num_batched_tokens"):
                 assert len({run["config"][name] for run in runs}) == 1
+
+
+def test_the_figures_of_the_text_are_those_of_the_tables() -> None:
+    text = (RESULTS.parents[1] / "docs" / "performance.md").read_text()
+    result = json.loads((RESULTS / "simulate_policies.json").read_text())
+    cells = {cell for table in result["tables"] for row in table["rows"] for cell in row}
+    aborted = {cell.rpartition(" ")[2] for cell in cells if "aborted" in cell}
+    found = text.partition("### What was found")[2].partition("<!-- simulation: begin -->")[0]
+    named = re.findall(r"(\d+)(?:st|nd|rd|th) (?:request|of 1,000)", found)
+    assert len(named) == 3
+    assert set(named) <= aborted
+    compared = re.findall(r"([\d.]+) s(?: at p99)?\s+(?:against|instead of) ([\d.]+) s", found)
+    assert len(compared) == 4
+    values = [float(cell) for cell in cells if re.fullmatch(r"[\d.]+", cell)]
+    for figure in (figure for pair in compared for figure in pair):
+        places = len(figure.partition(".")[2])
+        assert any(f"{value:.{places}f}" == figure for value in values), figure
 
 
 def test_without_the_traces_nothing_is_run(
