@@ -97,7 +97,7 @@ class Graph:
 
 @dataclass
 class Found:
-    """What an exploration saw."""
+    """What an exploration saw.  runs: steps that the real code made; the others are the same but for a sealed tail."""
 
     states: int
     edges: int
@@ -106,6 +106,7 @@ class Found:
     violation: Violation | None
     sometimes: Counter[str]
     graph: Graph | None = None
+    runs: int = 0
 
     @property
     def rate(self) -> float:
@@ -314,6 +315,7 @@ class _Search:
         self.added: dict[tuple[int, tuple[int, int, int]], int] = {}
         self.blind_adds: dict[tuple[int, int, tuple[int, int, int]], bool] = {}
         self.edges = 0
+        self.runs = 0
         self.here = 0
         self.graph: Graph | None = None
 
@@ -344,15 +346,16 @@ class _Search:
         except _BrokenError as broken:
             violation = Violation(broken.law, self._run_to(self.here, broken.event), broken.detail)
         finally:
+            for core in self.cores:
+                for entry in core.entries.values():
+                    for what, count in entry.sometimes if entry.hits else ():
+                        self.sometimes[what] += count * entry.hits
+                core.entries.clear()  # much to look through for a collector, and none of it cyclic
             if collecting:
                 gc.enable()
-        for core in self.cores:
-            for entry in core.entries.values():
-                for what, count in entry.sometimes if entry.hits else ():
-                    self.sometimes[what] += count * entry.hits
         seconds = time.process_time() - begun
         complete = violation is None and number == len(self.states)
-        return Found(len(self.states), self.edges, seconds, complete, violation, self.sometimes, self.graph)
+        return Found(len(self.states), self.edges, seconds, complete, violation, self.sometimes, self.graph, self.runs)
 
     def _run_to(self, state: int, last: Event) -> tuple[Event, ...]:
         events = [last]
@@ -600,6 +603,7 @@ class _Search:
         log = plan.log
         mark = len(log)
         for event, stopped, failed, after, logged, changed, _, _, ranks in entry.outcomes:
+            self.runs += 1
             mid.frame(s, [])
             own["_plan"], own["_log"] = plan, log
             del log[mark:]
@@ -772,6 +776,7 @@ class _Search:
         met: the forms in which they came out of this plan before; None to look at everything plainly.
         """
         plan = step.plan
+        self.runs += 1
         for rank in event.aborted:
             s.abort(NAMES[rank])
         mark = len(plan.log)
