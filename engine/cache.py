@@ -10,11 +10,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.models.config import ModelConfig
 from engine.scheduler.plan import BlockPair
 from kernels.copy_blocks import copy_blocks
-from kernels.dispatch import uses_triton
+from kernels.dispatch import architecture, uses_triton
+from kernels.fp8 import FP8
 from kernels.swap_blocks import Swapper, host_blocks, swap_blocks
+
+
+def cache_type(kv_cache_dtype: str, dtype: torch.dtype, device: torch.device | str) -> torch.dtype:
+    """The type of the cache of a model that computes in `dtype`.  kv_cache_dtype: see `EngineArgs`.
+
+    Raises ConfigError for fp8 on a GPU that cannot convert it.
+    """
+    if kv_cache_dtype == "auto":
+        return dtype
+    place = torch.device(device)
+    if place.type == "cuda" and architecture(place) < 89:
+        raise ConfigError(
+            f"kv_cache_dtype is {kv_cache_dtype!r}, but {torch.cuda.get_device_name(place)} has no fp8 (that takes "
+            "compute capability 8.9); only 'auto' is allowed there"
+        )
+    return FP8
 
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -25,6 +43,7 @@ def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) ->
 class KVCache:
     """Keys and values of every layer, in blocks of `block_size` tokens.
 
+    dtype: of what is kept; that of the model, or float8_e4m3fn whatever the model computes in.
     device_pool, host_pool: (layers, 2, blocks, block_size, kv_heads, head_dim), keys at 0 and values at 1 of the
         second dimension.  The host pool is the swap area; where kernels serve, it is pinned, and in memory a block's
         layers lie together.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 CPU_POOL_LIMIT = 4 * GIB  # a pool in main memory beyond this only postpones preemption
 DEVICES = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 
 
 @dataclass(kw_only=True)
@@ -25,6 +26,8 @@ class EngineArgs:
     model: a Hugging Face directory, a .gguf file, or "smollm2-135m" (the embedded model).
     tokenizer: where the tokenizer lies, if not with the model.  skip_tokenizer_init: token ids in and out, no text.
     dtype: auto, float32, float16 or bfloat16.
+    kv_cache_dtype: auto for that of the model; fp8 or fp8_e4m3 (the same) for 8 bits: twice or four times the blocks in
+        the same memory, and keys and values rounded to 3 bits behind the first.
     seed: of the engine; requests without a seed of their own draw theirs from it, each a fresh one.
     max_model_len: most tokens of a sequence; default what the model was made for.
     block_size: tokens a KV cache block holds.
@@ -47,6 +50,7 @@ class EngineArgs:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     seed: int | None = 0
     max_model_len: int | None = None
     block_size: int = 16
@@ -75,6 +79,8 @@ class EngineArgs:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; only {only!r} is supported")
         if self.device not in DEVICES:
             raise ConfigError(f"device is {self.device!r}; allowed are {', '.join(DEVICES)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; allowed are {', '.join(KV_CACHE_DTYPES)}")
         if not _is_number(self.swap_space) or not 0 <= self.swap_space < float("inf"):
             raise ConfigError(f"swap_space is {self.swap_space!r} GiB; it must be a number of 0 or more")
         if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:

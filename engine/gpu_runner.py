@@ -281,7 +281,8 @@ def activation_memory(
 ) -> int:
     """Bytes that the largest step takes beyond weights and cache: run it once over a small cache and look.  0 on a CPU.
 
-    tokens, seqs: the budgets of a step.  The rows are prompts as long as they may be; all sequences draw.
+    tokens, seqs: the budgets of a step.  dtype: of the cache.  The rows are prompts as long as they may be; all
+    sequences draw.
     """
     if torch.device(device).type != "cuda":
         return 0

@@ -30,7 +30,7 @@ def build_core(args: EngineArgs) -> EngineCore:
 
     Raises ConfigError, ModelLoadError or TokenizerError, naming what was wrong and what is allowed.
     """
-    from engine.cache import KVCache, bytes_per_block
+    from engine.cache import KVCache, bytes_per_block, cache_type
     from engine.gpu_runner import GpuRunner, activation_memory
     from engine.models.load import load_config, load_model, locate_model, resolve_dtype
     from engine.runner import ModelRunner, Runner
@@ -42,7 +42,8 @@ def build_core(args: EngineArgs) -> EngineCore:
     device = args.resolve_device()
     model_config = load_config(args.model)
     dtype = resolve_dtype(args.dtype, model_config, device)
-    block_bytes = bytes_per_block(model_config, args.block_size, dtype)
+    kept = cache_type(args.kv_cache_dtype, dtype, device)
+    block_bytes = bytes_per_block(model_config, args.block_size, kept)
     args.scheduler_config(model_config, block_bytes, device)  # wrong arguments are refused before weights are read
     tokenizer: Tokenizer | None = None
     if not args.skip_tokenizer_init:
@@ -54,7 +55,7 @@ def build_core(args: EngineArgs) -> EngineCore:
     if device == "cuda" and args.num_gpu_blocks_override is None:
         bare = args.scheduler_config(model_config, block_bytes, device)
         peak = activation_memory(
-            model, model_config, args.block_size, bare.tokens, bare.seqs, bare.max_model_len, dtype, device
+            model, model_config, args.block_size, bare.tokens, bare.seqs, bare.max_model_len, kept, device
         )
         memory = free_memory(device) - peak
         logger.info("the largest step takes %.2f GiB beside weights and cache", peak / 2**30)
@@ -67,7 +68,7 @@ def build_core(args: EngineArgs) -> EngineCore:
             config.max_model_len,
         )
     try:
-        cache = KVCache(model_config, config.num_gpu_blocks, config.num_cpu_blocks, args.block_size, dtype, device)
+        cache = KVCache(model_config, config.num_gpu_blocks, config.num_cpu_blocks, args.block_size, kept, device)
     except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # torch's own words help nobody here
         wanted = (config.num_gpu_blocks + config.num_cpu_blocks) * block_bytes
         raise ConfigError(
@@ -80,10 +81,11 @@ def build_core(args: EngineArgs) -> EngineCore:
     else:
         runner = ModelRunner(model, model_config, cache, device, sampler)
     logger.info(
-        "%s (%s) on %s: %d GPU blocks and %d CPU blocks of %d tokens, "
+        "%s (%s%s) on %s: %d GPU blocks and %d CPU blocks of %d tokens, "
         "max_model_len %d, a step has at most %d tokens and %d sequences",
         args.model,
         str(dtype).removeprefix("torch."),
+        "" if kept == dtype else ", KV cache in " + str(kept).removeprefix("torch."),
         device,
         config.num_gpu_blocks,
         config.num_cpu_blocks,

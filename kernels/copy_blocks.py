@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import next_power_of_2, refuse_unless, tl, triton, uses_triton
+from kernels.fp8 import movable
 from kernels.pairs import BlockPair, check_pairs, pair_indices
 
 CHUNK = 1024  # words of 8 bytes a program moves: 4 warps of threads with four 16-byte accesses each in flight
@@ -20,6 +21,7 @@ CHUNK = 1024  # words of 8 bytes a program moves: 4 warps of threads with four 1
 
 def copy_blocks_reference(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
     """The meaning, also the CPU path.  The gather is finished before the scatter starts."""
+    pool = movable(pool)
     pool.index_copy_(2, targets, pool.index_select(2, sources))
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "HAS_TRITON",
     "architecture",
     "choose",
+    "is_interpreted",
     "matrix_type",
     "next_power_of_2",
     "refuse_unless",
@@ -86,13 +87,17 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def is_interpreted(kernel: Any) -> bool:
+    """The kernel runs in Triton's interpreter."""
+    return type(kernel).__name__ == "InterpretedFunction"
+
+
 def matrix_type(kernel: Any, dtype: torch.dtype) -> Any:
     """Triton's name of the type in which a kernel multiplies matrices of `dtype`.
 
     The interpreter keeps bfloat16 as bare bits, which it does not multiply as numbers: there it is float32.
     """
-    interpreted = type(kernel).__name__ == "InterpretedFunction"
-    if dtype == torch.bfloat16 and not interpreted:
+    if dtype == torch.bfloat16 and not is_interpreted(kernel):
         return tl.bfloat16
     return tl.float16 if dtype == torch.float16 else tl.float32
 

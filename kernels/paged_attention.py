@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import matrix_type, next_power_of_2, refuse_unless, same_device, tl, triton, uses_triton
+from kernels.fp8 import FP8
 from kernels.paged_prefill_attention import launch_paged_prefill_attention
 from kernels.paged_rows import MOST_SPLITS, PagedRows
-from kernels.write_kv import FP8
 
 __all__ = ["PagedRows", "paged_attention", "paged_attention_reference"]
 
@@ -36,20 +36,18 @@ def paged_attention_reference(
     kv_heads, head_dim = key_cache.shape[2:]
     group = query.shape[1] // kv_heads
     keys, values = (cache.view(-1, kv_heads, head_dim) for cache in (key_cache, value_cache))
-    if keys.dtype == FP8:  # torch indexes no fp8
-        keys, values = keys.to(query.dtype), values.to(query.dtype)
     query = query.reshape(-1, kv_heads, group, head_dim)
     out = torch.empty_like(query)
     for some in rows.decodes:
         shape = (-1, some.longest, kv_heads, head_dim)
-        k = keys.index_select(0, some.slots).view(shape).transpose(1, 2)  # (rows, kv_heads, longest, head_dim)
-        v = values.index_select(0, some.slots).view(shape).transpose(1, 2)
+        # (rows, kv_heads, longest, head_dim), gathered before a narrower type of the cache is widened
+        k, v = (x.index_select(0, some.slots).to(query.dtype).view(shape).transpose(1, 2) for x in (keys, values))
         # The heads that share a key head stand where the query tokens usually are.
         out[some.tokens] = F.scaled_dot_product_attention(query[some.tokens], k, v, attn_mask=some.mask, scale=scale)
     for row in rows.chunks:
         q = query[row.first : row.last].permute(2, 1, 0, 3)  # (group, kv_heads, tokens, head_dim)
-        k = keys.index_select(0, row.slots).transpose(0, 1).expand(group, -1, -1, -1)
-        v = values.index_select(0, row.slots).transpose(0, 1).expand(group, -1, -1, -1)
+        k, v = (x.index_select(0, row.slots).to(query.dtype) for x in (keys, values))
+        k, v = (x.transpose(0, 1).expand(group, -1, -1, -1) for x in (k, v))
         done = F.scaled_dot_product_attention(q, k, v, attn_mask=row.mask, is_causal=row.mask is None, scale=scale)
         out[row.first : row.last] = done.permute(2, 1, 0, 3)
     return out.view(-1, kv_heads * group, head_dim)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.copy_blocks import as_words, launch_move_blocks
 from kernels.dispatch import uses_triton
+from kernels.fp8 import movable
 from kernels.pairs import BlockPair, check_pairs, pair_indices
 
 STAGING_BYTES = 256 << 20  # beyond a few MB a copy runs at the link's full speed; this holds the victims of most steps
@@ -26,6 +27,7 @@ STAGING_BYTES = 256 << 20  # beyond a few MB a copy runs at the link's full spee
 
 def swap_blocks_reference(source_pool: Tensor, target_pool: Tensor, sources: Tensor, targets: Tensor) -> None:
     """The meaning, also the CPU path.  Index tensors lie on the CPU."""
+    source_pool, target_pool = movable(source_pool), movable(target_pool)
     moved = source_pool.index_select(2, sources.to(source_pool.device))
     target_pool.index_copy_(2, targets.to(target_pool.device), moved.to(target_pool.device))
 

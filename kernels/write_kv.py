@@ -13,15 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.dispatch import next_power_of_2, same_device, tl, triton, uses_triton
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0  # the cast does not saturate by itself: what passes it becomes NaN
-
-
-def to_cache_type(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in the type of the cache."""
-    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8) if dtype == FP8 and x.dtype != FP8 else x
+from kernels.dispatch import is_interpreted, next_power_of_2, same_device, tl, triton, uses_triton
+from kernels.fp8 import FP8, movable, to_cache_type
 
 
 def write_kv_reference(key: Tensor, value: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
@@ -30,11 +23,18 @@ def write_kv_reference(key: Tensor, value: Tensor, slots: Tensor, key_cache: Ten
         keep = slots >= 0
         key, value, slots = key[keep], value[keep], slots[keep]
     for cache, new in ((key_cache, key), (value_cache, value)):
-        new, flat = to_cache_type(new, cache.dtype), cache.view(-1, *key.shape[1:])
-        if cache.dtype == FP8:  # torch indexes no fp8: bytes are moved
-            new, flat = new.view(torch.uint8), flat.view(torch.uint8)
         # index_copy_ wants the source contiguous or it walks it element by element.
-        flat.index_copy_(0, slots, new.contiguous())
+        new = movable(to_cache_type(new, cache.dtype).contiguous())
+        movable(cache).view(-1, *key.shape[1:]).index_copy_(0, slots, new)
+
+
+@triton.jit
+def nearest_fp8(x):
+    """The float32 within the type's range that is nearest to x and held by float8_e4m3fn; ties to the even one."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)  # keeps 3 bits of 23
+    small = (x + 24576.0) - 24576.0  # below 2^-6 the type's values are 2^-9 apart, as float32's around 24576 are
+    return tl.where(tl.abs(x) < 0.015625, small, normal)
 
 
 @triton.jit
@@ -56,6 +56,7 @@ def write_kv_kernel(
     HEADS_PADDED: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     IS_FP8: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     """One program for each token: keys and values of all its heads are two contiguous runs of the cache."""
     token = tl.program_id(0).to(tl.int64)
@@ -69,6 +70,8 @@ def write_kv_kernel(
         if IS_FP8:
             k = tl.minimum(tl.maximum(k.to(tl.float32), -448.0), 448.0)
             v = tl.minimum(tl.maximum(v.to(tl.float32), -448.0), 448.0)
+            if ROUND:
+                k, v = nearest_fp8(k), nearest_fp8(v)
         to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + head * DIM + d
         tl.store(key_cache + to, k.to(key_cache.dtype.element_ty), mask=inside)
         tl.store(value_cache + to, v.to(value_cache.dtype.element_ty), mask=inside)
@@ -104,6 +107,7 @@ def launch_write_kv(key: Tensor, value: Tensor, slots: Tensor, key_cache: Tensor
         HEADS_PADDED=next_power_of_2(heads),
         DIM_PADDED=next_power_of_2(dim),
         IS_FP8=key_cache.dtype == FP8 and key.dtype != FP8,
+        ROUND=is_interpreted(write_kv_kernel),  # whose cast loses the carry of a mantissa that rounds up
         num_warps=write_kv_warps(width),
     )
 

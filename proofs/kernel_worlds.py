@@ -59,6 +59,7 @@ def write_kv(heads: int, dim: int, block_size: int) -> Build:
             "HEADS_PADDED": padded(heads),
             "DIM_PADDED": padded(dim),
             "IS_FP8": True,
+            "ROUND": True,
         }
         arguments = {**new, **cache, "slots": slots, **strides(*names), **constants}
         return World(arguments, (tokens, 1, 1), [*positive(tokens), blocks >= 1], [tokens, blocks])

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cache import KVCache
+from kernels.fp8 import movable, to_cache_type
 
 Numbers = npt.NDArray[np.int64]
 PADDED = 2.0  # rows are gathered together as long as padding at most doubles what is read
@@ -95,7 +96,7 @@ class CpuAttention:
         """
         pool = self._cache.flat_layer(layer)
         new = torch.cat((key.flatten(1), value.flatten(1)))
-        pool.index_copy_(0, self._writes, new.to(pool.dtype))
+        movable(pool).index_copy_(0, self._writes, movable(to_cache_type(new, pool.dtype)))
         heads, dim = query.shape[1:]
         shape = key.shape[1], heads // key.shape[1], dim
         only = self._decodes[0] if len(self._decodes) == 1 and not self._chunks else None

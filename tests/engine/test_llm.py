@@ -295,6 +295,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
         ({"max_num_seqs": 33, "max_num_batched_tokens": 32}, r"max_num_seqs \(33\) exceeds .*\(32\)"),
         ({"max_num_batched_tokens": 32, "enable_chunked_prefill": False}, r"\(32\) is below max_model_len \(96\)"),
         ({"preemption_mode": "drop"}, "preemption_mode is 'drop'; allowed are 'swap', 'recompute' and None"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'; allowed are auto, fp8, fp8_e4m3"),
         ({"device": "tpu"}, "device is 'tpu'; allowed are auto, cpu, cuda"),
         ({"seed": "x"}, "seed is 'x'; it must be an int or None"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2; only 1 is supported"),

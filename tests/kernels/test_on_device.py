@@ -23,10 +23,11 @@ from engine.sampler import Sampler
 from engine.sampling import SamplingParams
 from kernels.copy_blocks import copy_blocks
 from kernels.dispatch import choose
+from kernels.fp8 import FP8, to_cache_type
 from kernels.paged_attention import PagedRows, paged_attention, paged_attention_reference
 from kernels.rms_norm import add_rms_norm
 from kernels.swap_blocks import Swapper, host_blocks
-from kernels.write_kv import FP8, to_cache_type, write_kv
+from kernels.write_kv import write_kv
 from tests.worlds import R, world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
+from kernels.fp8 import FP8, to_cache_type
 from kernels.paged_attention import PagedRows, launch_paged_attention, paged_attention
 from kernels.paged_prefill_attention import launch_paged_prefill_attention, prefill_sizes
 from kernels.swap_blocks import Swapper, host_blocks, swap_blocks
-from kernels.write_kv import FP8, to_cache_type, write_kv
+from kernels.write_kv import write_kv
 from tests.kernels.guard import fence_of_blocks, watched
 
 NAN = math.nan
