@@ -485,7 +485,7 @@ def _decode_plan(states: dict[str, RequestState], blocks: int, block_size: int, 
         table = list(range(i * blocks, i * blocks + end // block_size + 1))
         slot = table[end // block_size] * block_size + end % block_size
         rows.append(ScheduledSequence(Group(name), 0, end, end + 1, table, [slot], (0,)))  # type: ignore[arg-type]
-    return Plan(0, scheduled=rows)
+    return Plan.of_rows(rows)
 
 
 def device_tests(b: Bench, seconds: int) -> None:

@@ -72,6 +72,9 @@ class _Counters(BlockManager):
     def cpu_free(self) -> Int:
         return self._cpu
 
+    def beats(self, group: SequenceGroup) -> int:
+        return 1 << 30  # without tables the calendar cannot tell, and is not asked
+
     def _hold(self, group: SequenceGroup, blocks: Int) -> None:
         self._gpu += group.held - blocks
         group.held = blocks
@@ -113,6 +116,12 @@ def _build(shape: Shape, source: Source, policy: type[Scheduler]) -> Any:
     config: Any = _Config(gpu, cpu, length, tokens, seqs, watermark, shape.chunked)
 
     class Rowless(policy):  # type: ignore[valid-type, misc]
+        def _all_grow(self, step: Any) -> bool:
+            return False  # a look at every decode
+
+        def _count(self, plan: Any) -> None:
+            pass
+
         def _write_rows(self, group: SequenceGroup, tokens: Int, plan: Any) -> None:
             pass
 

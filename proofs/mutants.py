@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.scheduler import PreemptionMode, Scheduler, SchedulerConfig, SequenceGroup, Status
 from engine.scheduler.blocks import BlockManager
+from engine.scheduler.calendar import DecodeCalendar
 from engine.scheduler.phases import Step
 from spec.logic import cdiv
 
@@ -629,3 +630,22 @@ class CountsSharedTwice(BlockManager):
         moves = super().swap_out(group)
         group.held = sum(len(table) for table in group.tables)
         return moves
+
+
+# the calendar of decodes
+
+
+class _OneBeatLate(DecodeCalendar):
+    __slots__ = ()
+
+    def file(self, group: SequenceGroup, beats: int) -> None:
+        super().file(group, beats + 1)
+
+
+@mutant("Q10")
+class DueOneBeatLate(Scheduler):
+    """a decode is filed under the beat after the one at which it needs blocks"""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.calendar = _OneBeatLate()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("sequence", "plan", "config", "blocks", "phases", "scheduler")
+MODULES = ("sequence", "plan", "config", "blocks", "calendar", "phases", "scheduler")
 COMPOUND = (ast.If, ast.While, ast.For, ast.Try, ast.With, ast.FunctionDef, ast.ClassDef)
 
 _COMPARE: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.scheduler import Plan, PreemptionMode, Scheduler, SchedulerConfig, SequenceGroup, Status
 from engine.scheduler.blocks import BlockManager
+from engine.scheduler.calendar import DecodeCalendar
 from engine.scheduler.phases import Step
 from proofs.mutants import Mutant
 from spec.logic import cdiv
@@ -137,12 +138,12 @@ class SwapInCostsOneToken(Scheduler):
     """a swapped-in group is charged and given one token, whatever its width"""
 
     def _swap_in_head(self, step: Step) -> bool:
-        count = len(step.plan.groups)
+        count = len(step.plan.served)
         went_on = super()._swap_in_head(step)
-        if len(step.plan.groups) > count:
-            group, tokens = step.plan.groups[-1]
+        if len(step.plan.served) > count:
+            group, tokens = step.plan.served[-1]
             group.tokens = 1
-            step.plan.groups[-1] = (group, 1)
+            step.plan.served[-1] = (group, 1)
             step.tokens += tokens - 1
         return went_on
 
@@ -630,3 +631,89 @@ class PromptsInPieces(Scheduler):
             return super()._admit_head(step)
         finally:
             self.config = config
+
+
+# the calendar of decodes
+
+
+class _NeverStruck(DecodeCalendar):
+    __slots__ = ()
+
+    def strike(self, group: SequenceGroup) -> None:
+        pass
+
+
+class _OldRoll(DecodeCalendar):
+    __slots__ = ()
+
+    def strike(self, group: SequenceGroup) -> None:
+        roll = self._roll
+        super().strike(group)
+        self._roll = roll
+
+
+@planted("Q10")
+class DepartedStayFiled(Scheduler):
+    """who is preempted or leaves stays in the calendar"""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.calendar = _NeverStruck()
+
+
+@planted("Q10")
+class DepartedStayOnTheRoll(Scheduler):
+    """the list of decodes is not made anew when one leaves"""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.calendar = _OldRoll()
+
+
+@planted("Q10")
+class EndedBranchStaysFiled(Scheduler):
+    """the calendar is not told that a branch ended"""
+
+    def _sample(self, group: SequenceGroup, stopped: Any) -> None:
+        filed = self.calendar.filed.get(group)
+        super()._sample(group, stopped)
+        if filed is not None and group in self.calendar.filed:
+            live = filed[1]
+            self.calendar.branches += live - group.live
+            self.calendar.filed[group] = self.calendar.filed[group][0], live
+
+
+@planted("Q10")
+class RebuiltIsNotFiled(Scheduler):
+    """a rebuild that comes in pieces to lack only its common sample is not filed as the decode that it has become"""
+
+    def _conclude(self, group: SequenceGroup, tokens: Any, *outcome: Any) -> None:
+        known = group.known
+        super()._conclude(group, tokens, *outcome)
+        if group.status is Status.RUNNING and group.known == known:
+            self.calendar.strike(group)
+
+
+@planted("S8")
+class GrowsWithoutRoom(Scheduler):
+    """the short cut of the decode phase does not compare what is needed with what is free"""
+
+    def _all_grow(self, step: Step) -> bool:
+        for group in self.calendar.due():
+            self._grow(group, self.blocks.need(group), step)
+        step.serve_all(self.calendar.roll(self.running), self.calendar.branches)
+        return True
+
+
+@planted("S4", "S17")
+class ServesOnlyWhoGrows(Scheduler):
+    """only the decodes that need blocks get their tokens"""
+
+    def _all_grow(self, step: Step) -> bool:
+        due = self.calendar.due()
+        if not super()._all_grow(step):
+            return False
+        for group in step.plan.decodes:
+            group.tokens = group.live if group in due else 0
+        step.plan.decodes = [group for group in step.plan.decodes if group in due]
+        return True

@@ -178,7 +178,7 @@ class Turn:
 
 def observe(mid: views.State, served: list[Any], log: list[Any]) -> views.Step:
     """A state in mid-step, with what is left of the plan."""
-    return views.observe(mid, Plan(0, groups=[(g, g.tokens) for g in served], log=log), mid)
+    return views.observe(mid, Plan(0, served=[(g, g.tokens) for g in served], log=log), mid)
 
 
 def midway(shape: Shape, source: Any, at: int, policy: type[Scheduler] = Scheduler) -> Turn:
@@ -201,7 +201,7 @@ def mid_laws(turn: Turn, served: list[SequenceGroup]) -> dict[str, Bool]:
 def update(turn: Turn) -> Turn:
     """One turn of the production update(), after any stop, failure or abort."""
     world, group = turn.world, turn.at
-    plan = Plan(0, groups=[(group, group.tokens)])
+    plan = Plan(0, served=[(group, group.tokens)])
     plan.log = world.scheduler._log
     world.scheduler._plan = plan
     name, ask = group.request_id, world.source.boolean

@@ -60,6 +60,24 @@ def blocks_have_one_group(s: Any) -> bool:
     return True
 
 
+@law("Q10", Kind.STATE, tier=IDS, origin="a decode that a step overlooks writes beyond its blocks")
+def filed_as_due(s: Any) -> bool:
+    """exactly the running decodes are in the calendar, each under the beat at which it needs blocks, and the sum of
+    their live branches is kept"""
+    calendar, size = s.calendar, s.config.block_size
+    decodes = [g for g in s.running if g.forked and g.deficit == g.live]
+    for g in decodes:
+        spare = 0 if g.tail_shared else len(g.tables[g.branches[0]]) * size + 1 - g.known
+        day = calendar.beat + spare
+        if calendar.filed.get(g) != (day, g.live) or g not in calendar.days.get(day, ()):
+            return False
+    return bool(
+        len(calendar.filed) == len(decodes) == sum(map(len, calendar.days.values()))
+        and calendar.branches == sum(g.live for g in decodes)
+        and calendar.roll(s.running) == decodes
+    )
+
+
 @law("S9", Kind.STEP, tier=IDS, origin="the copy list missed pairs; a swap-out kept after its demotion")
 def plan_is_delta(t: Any) -> bool:
     """the plan's swap and copy lists are exactly the net change of the tables: live sources, free distinct targets; a

@@ -20,8 +20,9 @@ from spec.logic import Int, cdiv
 class BlockCounts(Protocol):
     """What the policy may ask and do: counts in, counts out.
 
-    `cover` is what a running group must hold for all tokens it knows, `need` what of that it lacks, `swap_size` what
-    it would take on the CPU.  The verbs carry out what was asked for and have no way to fail once it fits.
+    `cover` is what a running group must hold for all tokens it knows, `need` what of that it lacks, `beats` for how
+    many steps a decode will lack nothing, `swap_size` what it would take on the CPU.  The verbs carry out what was
+    asked for and have no way to fail once it fits.
     """
 
     @property
@@ -30,6 +31,7 @@ class BlockCounts(Protocol):
     def cpu_free(self) -> Int: ...
     def cover(self, group: SequenceGroup) -> Int: ...
     def need(self, group: SequenceGroup) -> Int: ...
+    def beats(self, group: SequenceGroup) -> Int: ...
     def swap_size(self, group: SequenceGroup) -> Int: ...
     def admit(self, group: SequenceGroup) -> None: ...
     def grow(self, group: SequenceGroup) -> list[BlockPair]: ...
@@ -110,6 +112,12 @@ class BlockManager:
         """GPU blocks that a running group lacks, copy-on-write targets included."""
         return self.cover(group) - group.held
 
+    def beats(self, group: SequenceGroup) -> Int:
+        """Steps that a running decode can go on with the blocks it has: 0 if it needs some now."""
+        if group.tail_shared:
+            return 0
+        return len(group.tables[group.branches[0]]) * self.block_size + 1 - group.known
+
     def swap_size(self, group: SequenceGroup) -> Int:
         """CPU blocks that its computed tokens take, shared blocks counted once."""
         counts = [cdiv(computed, self.block_size) for computed in group.computed()]
@@ -136,10 +144,11 @@ class BlockManager:
     @contracts.blocks_grow
     def grow(self, group: SequenceGroup) -> list[BlockPair]:
         """Give a decode what it lacks; returns the copies (source, target) that its first writes call for."""
-        copies = self._part_tail(group)
+        copies = self._part_tail(group) if group.tail_shared else []
+        length = cdiv(group.known, self.block_size)
         for branch in group.branches:
             table = group.tables[branch]
-            for _ in range(cdiv(group.known, self.block_size) - len(table)):
+            while len(table) < length:
                 table.append(self.gpu.take())
         group.held = self.cover(group)
         return copies

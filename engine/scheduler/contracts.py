@@ -291,6 +291,17 @@ def _decode_served(self: Any, step: Any, result: bool) -> bool:
     return not result or bool(self.running[-1].tokens == self.running[-1].live)
 
 
+def _all_served(self: Any, step: Any, result: bool, OLD: Any) -> bool:
+    if not result:
+        return bool(_free(self) == OLD.free and not step.plan.decodes)
+    decodes = [group for group in self.running if group.is_decode]
+    return bool(
+        _lengths(self) == OLD.lengths
+        and step.plan.decodes == decodes
+        and all(group.tokens == group.live and self.blocks.need(group) == 0 for group in decodes)
+    )
+
+
 def _within_budget(step: Any) -> bool:
     return bool(step.tokens >= 0)
 
@@ -298,6 +309,12 @@ def _within_budget(step: Any) -> bool:
 _count_free, _count_groups = _old(_free, "free"), _old(_lengths, "lengths")
 _budget = _will(_within_budget, "S5", "scheduled tokens are at most max_num_batched_tokens")
 
+all_grow = _stack(
+    _count_free,
+    _count_groups,
+    _will(_all_served, "S4", "every decode gets one token a live branch, or nothing changes"),
+    _budget,
+)
 decode_head = _stack(_will(_decode_served, "S4", "a decode gets one token a live branch"), _budget)
 catch_up = _stack(_budget)
 swap_in_head = _stack(

@@ -8,9 +8,11 @@ Every loop body is one method that returns whether to go on, so that it can be p
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from engine.scheduler import contracts
 from engine.scheduler.blocks import BlockCounts
+from engine.scheduler.calendar import DecodeCalendar
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.plan import Action, BlockPair, Plan, PreemptionMode
 from engine.scheduler.sequence import SequenceGroup, Status
@@ -36,7 +38,14 @@ class Step:
         """Give the group some of the budget."""
         group.tokens = tokens
         self.tokens -= tokens
-        self.plan.groups.append((group, tokens))
+        self.plan.served.append((group, tokens))
+
+    def serve_all(self, decodes: list[SequenceGroup], tokens: Int) -> None:
+        """Give every decode a token for each live branch, `tokens` in all."""
+        for group in decodes:
+            group.tokens = group.live
+        self.tokens -= tokens
+        self.plan.decodes = decodes
 
     def preempt(self, victim: SequenceGroup, mode: PreemptionMode) -> None:
         """Log that the group gives its GPU blocks back."""
@@ -54,19 +63,41 @@ class Phases:
 
     config: SchedulerConfig
     blocks: BlockCounts
+    calendar: DecodeCalendar
     running: deque[SequenceGroup]
     swapped: deque[SequenceGroup]
     waiting: deque[SequenceGroup]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A policy that judges decodes by a rule of its own is asked about each of them: no short cut."""
+        super().__init_subclass__(**kwargs)
+        if "_decode_head" in vars(cls) and "_all_grow" not in vars(cls):
+            cls._all_grow = lambda self, step: False  # type: ignore[method-assign]
 
     # decodes
 
     def _decodes(self, step: Step) -> None:
         """Every decode gets a token for each live branch, most senior first; memory comes from the most junior."""
+        step.plan.beat = True
+        if self._all_grow(step):
+            return
         step.rest, self.running = self.running, deque()
         while step.rest and self._decode_head(step):
             pass
         self.running.extend(step.rest)
         step.rest = deque()
+
+    @contracts.all_grow
+    def _all_grow(self, step: Step) -> bool:
+        """What the loop over all decodes comes to if nobody must be preempted, with a look only at those that grow."""
+        due = self.calendar.due()
+        needs = [self.blocks.need(group) for group in due]
+        if sum(needs) > self.blocks.gpu_free:
+            return False
+        for group, need in zip(due, needs, strict=True):
+            self._grow(group, need, step)
+        step.serve_all(self.calendar.roll(self.running), self.calendar.branches)
+        return True
 
     @contracts.decode_head
     def _decode_head(self, step: Step) -> bool:
@@ -80,11 +111,15 @@ class Phases:
             if victim is group:
                 return False
         if need > 0:
-            step.plan.blocks_to_copy += self.blocks.grow(group)
-            step.note("grow", group, need)
+            self._grow(group, need, step)
         step.serve(group, group.live)
         self.running.append(step.rest.popleft())
         return True
+
+    def _grow(self, group: SequenceGroup, need: Int, step: Step) -> None:
+        step.plan.blocks_to_copy += self.blocks.grow(group)
+        step.note("grow", group, need)
+        self.calendar.file(group, self.blocks.beats(group))
 
     # running prefills
 
@@ -167,6 +202,7 @@ class Phases:
     @contracts.swap_out
     def _swap_out(self, victim: SequenceGroup, step: Step) -> None:
         step.preempt(victim, PreemptionMode.SWAP)
+        self.calendar.strike(victim)
         step.swapped_out[victim] = self.blocks.swap_out(victim)
         step.note("swap_out", victim, victim.held)
         victim.status = Status.SWAPPED
@@ -175,6 +211,7 @@ class Phases:
     @contracts.recompute
     def _recompute(self, victim: SequenceGroup, step: Step) -> None:
         step.preempt(victim, PreemptionMode.RECOMPUTE)
+        self.calendar.strike(victim)
         self.blocks.drop_gpu(victim)
         victim.forget()
         victim.status = Status.WAITING

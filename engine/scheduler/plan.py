@@ -6,9 +6,13 @@ The lists are the net change of the block tables in this step (law S9), so nothi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.scheduler.errors import ProtocolError
 
 if TYPE_CHECKING:
     from engine.scheduler.sequence import SequenceGroup
@@ -59,21 +63,82 @@ class ScheduledSequence(NamedTuple):
     draws: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Plan:
-    """What one step does.  `Scheduler.update` must be told about every plan, in order, before the next is made."""
+    """What one step does.  `Scheduler.update` must be told about every plan, in order, before the next is made.
+
+    A step costs what changes in it, so what a plan says of every group and every row is written when it is first read:
+    `groups` at any time, `scheduled` (one row for each branch that runs) before the plan is given to `update`.
+
+    decodes: groups that go on decoding, each with a token for every live branch; the same list object as in the plan
+        before if the set of them is the same.  Do not change it.
+    served: the groups that were looked at one by one, and the tokens each was given.
+    beat: the running decodes had their turn in this step.
+    """
 
     step: int
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    decodes: list[SequenceGroup] = field(default_factory=list)
+    served: list[tuple[SequenceGroup, int]] = field(default_factory=list)
     blocks_to_swap_out: list[BlockPair] = field(default_factory=list)  # (GPU block, CPU block)
     blocks_to_swap_in: list[BlockPair] = field(default_factory=list)  # (CPU block, GPU block)
     blocks_to_copy: list[BlockPair] = field(default_factory=list)  # (GPU block, GPU block); all reads before writes
     log: list[Action] = field(default_factory=list)
-    groups: list[tuple[SequenceGroup, int]] = field(default_factory=list)  # served groups and the tokens each was given
     preempted: list[SequenceGroup] = field(default_factory=list)
     finished: list[SequenceGroup] = field(default_factory=list)  # all that left since the plan before: free their state
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    beat: bool = False
+    write_rows: Callable[[SequenceGroup, int, Plan], None] | None = None
+    _groups: list[tuple[SequenceGroup, int]] | None = None
+    _rows: list[ScheduledSequence] | None = None
+
+    @property
+    def groups(self) -> list[tuple[SequenceGroup, int]]:
+        """Every group that the step serves, most senior first, and the tokens it is given."""
+        if self._groups is not None:
+            return self._groups
+        groups = [*((group, group.live) for group in self.decodes), *self.served]
+        if self.write_rows is not None:  # the step is planned to its end
+            self._groups = groups
+        return groups
+
+    @property
+    def scheduled(self) -> list[ScheduledSequence]:
+        """The rows of the step, in the order of `groups`.  Raises ProtocolError if first read after `update`."""
+        if self._rows is None:
+            self._rows = []
+            if self.write_rows is not None:
+                for group, tokens in self.groups:
+                    self.write_rows(group, tokens, self)
+            elif not self.is_empty:
+                self._rows = None
+                raise ProtocolError(f"the rows of step {self.step} were not read before update(), and are gone")
+        return self._rows
+
+    @scheduled.setter
+    def scheduled(self, rows: list[ScheduledSequence]) -> None:
+        self._rows = rows
+
+    @classmethod
+    def of_rows(cls, rows: list[ScheduledSequence], **fields: Any) -> Plan:
+        """A plan made by hand, for an executor alone."""
+        plan = cls(0, **fields)
+        plan._rows = rows
+        return plan
+
+    def __eq__(self, other: object) -> bool:
+        """The same decisions about the same groups."""
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return bool(_DECISIONS(self) == _DECISIONS(other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def seal(self, branches_end: bool = False) -> None:
+        """The groups are about to change: no more rows.  If branches end, it is written down now who had which."""
+        if branches_end:
+            self._groups = self.groups
+        self.write_rows = None
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +146,7 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        return not self.groups
+        return not self.decodes and not self.served
 
     def to_dict(self) -> dict[str, Any]:
         """A copy made of plain values: equal plans give equal dictionaries."""
@@ -107,3 +172,19 @@ class Plan:
             "preempted": [group.request_id for group in self.preempted],
             "finished": [group.request_id for group in self.finished],
         }
+
+
+_DECISIONS = attrgetter(
+    "step",
+    "scheduled",
+    "groups",
+    "blocks_to_swap_out",
+    "blocks_to_swap_in",
+    "blocks_to_copy",
+    "log",
+    "preempted",
+    "finished",
+    "num_prefill_tokens",
+    "num_decode_tokens",
+    "beat",
+)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.scheduler.calendar import DecodeCalendar
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.contracts import lifted
 from engine.scheduler.recorder import describe
@@ -44,6 +45,7 @@ def load_state(state: dict[str, Any], kind: type[Scheduler] = Scheduler) -> Sche
     for name, pool in state["pools"].items():
         own = getattr(s.blocks, name)
         own.free, own.refs = list(pool["free"]), list(pool["refs"])
+    s.calendar = DecodeCalendar.of(s.running, s.blocks.beats)
     return s
 
 

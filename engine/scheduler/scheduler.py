@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from engine.scheduler import contracts
 from engine.scheduler.blocks import BlockCounts, BlockManager
+from engine.scheduler.calendar import DecodeCalendar
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.errors import DuplicateError, ProtocolError, RefusedError
 from engine.scheduler.phases import Phases, Step
@@ -43,6 +44,7 @@ class Scheduler(Phases):
         if blocks is None:
             blocks = BlockManager(config.block_size, config.num_gpu_blocks, config.num_cpu_blocks)
         self.blocks = blocks
+        self.calendar = DecodeCalendar()
         self.running: deque[SequenceGroup] = deque()
         self.swapped: deque[SequenceGroup] = deque()
         self.waiting: deque[SequenceGroup] = deque()
@@ -189,8 +191,8 @@ class Scheduler(Phases):
             self._catch_up(step)  # 1. whoever is being rebuilt
             if not self.swapped:
                 self._admit(step)  # 2. whole new prompts
-        self.decodes_owed = bool(step.plan.groups) and self.running[0].tokens == 0
-        if not step.plan.groups:
+        self.decodes_owed = bool(step.plan.served) and self.running[0].tokens == 0
+        if not step.plan.served:
             self._decodes(step)  # 3. everyone who streams
             if not step.plan.preempted:
                 self._swap_in(step)  # 4. those who were thrown out
@@ -200,20 +202,29 @@ class Scheduler(Phases):
         plan.log = self._log
 
     def _close(self, step: Step) -> None:
-        """Write the rows and the net moves of the step into its plan."""
+        """Write the net moves of the step and its totals into the plan; its rows are written when they are read."""
         plan = step.plan
         for moves in step.swapped_out.values():
             plan.blocks_to_swap_out += moves
-        for group, tokens in plan.groups:
-            self._write_rows(group, tokens, plan)
+        self._count(plan)
+        plan.write_rows = self._write_rows
         self.num_steps += 1
         self._plan = plan
 
+    def _count(self, plan: Plan) -> None:
+        if plan.decodes:
+            plan.num_decode_tokens = self.calendar.branches
+        for group, tokens in plan.served:
+            if group.is_decode:
+                plan.num_decode_tokens += tokens
+            else:
+                plan.num_prefill_tokens += tokens
+
     def _write_rows(self, group: SequenceGroup, tokens: int, plan: Plan) -> None:
+        """What the group's tokens are, row by row.  Called before `update`, while the group is what the plan saw."""
         size = self.config.block_size
         samples = tokens == group.deficit
         if group.is_decode:
-            plan.num_decode_tokens += tokens
             last, end = group.known - 1, group.known
             block, offset = last // size, last % size
             for branch in group.branches:
@@ -221,7 +232,6 @@ class Scheduler(Phases):
                 slots = [table[block] * size + offset]
                 plan.scheduled.append(ScheduledSequence(group, branch, last, end, table, slots, (branch,)))
             return
-        plan.num_prefill_tokens += tokens
         for index, start, end in group.rows(tokens):
             branch = group.branches[index]
             table = group.tables[branch]
@@ -246,17 +256,35 @@ class Scheduler(Phases):
         """
         self._take(plan)
         stopped, failed = set(stopped), set(failed)
-        for group, tokens in plan.groups:
-            group.tokens = 0
-            if group in self._aborting:
-                continue
-            if group.request_id in failed:
-                self._leave(group, Status.FAILED)
-                continue
-            group.deficit -= tokens
-            if group.deficit == 0:
-                self._sample(group, stopped)
+        plan.seal(bool(stopped))
+        if plan.beat:
+            self.calendar.advance()
+        named = {name for name, _ in stopped} | failed | {group.request_id for group in self._aborting}
+        for group in plan.decodes:
+            if group.request_id in named or group.known - group.prompt_len + 1 >= group.max_tokens:
+                self._conclude(group, group.live, stopped, failed)
+            else:  # it goes on as it was, one token longer
+                group.tokens = 0
+                group.known += 1
+        for group, tokens in plan.served:
+            self._conclude(group, tokens, stopped, failed)
         return self._settle()
+
+    def _conclude(
+        self, group: SequenceGroup, tokens: Int, stopped: Collection[tuple[str, int]], failed: Collection[str]
+    ) -> None:
+        """What the tokens given to one group came to."""
+        group.tokens = 0
+        if group in self._aborting:
+            return
+        if group.request_id in failed:
+            self._leave(group, Status.FAILED)
+            return
+        group.deficit -= tokens
+        if group.deficit == 0:
+            self._sample(group, stopped)
+        elif group.is_decode:  # a rebuild that lacks nothing but the common sample
+            self.calendar.file(group, self.blocks.beats(group))
 
     def _sample(self, group: SequenceGroup, stopped: Collection[tuple[str, int]]) -> None:
         """Every live branch has drawn a token: fork after the first, end the branches that are done."""
@@ -277,6 +305,7 @@ class Scheduler(Phases):
             group.live = len(left)
             group.tail_shared = group.tail_shared and group.live > 1
         group.deficit = group.live
+        self.calendar.file(group, self.blocks.beats(group))
 
     def _fork(self, group: SequenceGroup) -> None:
         group.forked = True
@@ -294,6 +323,7 @@ class Scheduler(Phases):
         loses it and is computed again, in its place.  Returns the groups that left.
         """
         self._take(plan)
+        plan.seal()
         for group, _ in plan.groups:
             group.tokens = 0
         named = {group.request_id for group, _ in plan.groups} if request_ids is None else set(request_ids)
@@ -332,6 +362,7 @@ class Scheduler(Phases):
             self.blocks.drop_cpu(group)
         else:
             self.running.remove(group)
+            self.calendar.strike(group)
             self.blocks.drop_gpu(group)
         group.status = status
         del self.groups[group.request_id]

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from operator import attrgetter, itemgetter
 from typing import Any
 
+from spec.laws_ids import filed_as_due
+
 KEPT, DERIVED, CONSTANT, IGNORED = "kept", "derived", "constant", "ignored"
 
 GROUP_FIELDS = {
@@ -37,6 +39,7 @@ GROUP_FIELDS = {
 SCHEDULER_FIELDS = {
     "config": CONSTANT,
     "blocks": DERIVED,  # from the tables: laws B3 and B5t
+    "calendar": DERIVED,  # from the running decodes: law Q10
     "running": KEPT,
     "swapped": KEPT,
     "waiting": KEPT,
@@ -140,7 +143,7 @@ class Codec:
             if any(g.tables):
                 raise UnfaithfulError
             waiting.append(self.head(g)[0])
-        if count != len(groups):
+        if count != len(groups) or not filed_as_due(s):
             raise UnfaithfulError
         return b"".join(core), tuple(waiting)
 
@@ -187,6 +190,7 @@ class Codec:
         blocks.gpu = self._restore_pool(idle.blocks.gpu, s.running)
         blocks.cpu = self._restore_pool(idle.blocks.cpu, s.swapped)
         s.blocks = blocks
+        s.calendar = type(idle.calendar).of(s.running, blocks.beats)
         s.waiting = deque()
         n_waiting = key[at]
         at += 1

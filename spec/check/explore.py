@@ -497,7 +497,7 @@ class _Search:
         s, own = self.s, self.own
         name, g = NAMES[rank], self.new_group(NAMES[rank], *event.group)
         self.blocks.gpu = self.blocks.cpu = Void()
-        own["blocks"] = self.blocks
+        own["blocks"], own["calendar"] = self.blocks, Nothing()
         own["running"], own["swapped"] = Queue(()), Queue(())
         own["waiting"], own["groups"] = waiting, books = Queue((), ends=True), Books({}, fresh=name)
         own["num_steps"] = Nothing()
@@ -692,9 +692,9 @@ class _Search:
         for event in events:
             if event is not events[0]:
                 self.own.update(fields)
-                image.frame(s, [])
                 for place in moved:
                     put(everyone[place], image.values[place])
+                image.frame(s, [])
                 self.own["groups"] = groups.copy()
                 del log[mark:]  # shared with the plan
             there, found, moved = self._finish(s, step, event, shadow, served, counted, everyone, image, met)

@@ -11,6 +11,7 @@ from typing import Any
 
 from spec.check.codec import Codec, UnfaithfulError
 from spec.check.image import full
+from spec.laws_ids import filed_as_due
 
 
 class Form:
@@ -68,7 +69,7 @@ def parts(
     running, swapped, waiting = s.running, s.swapped, s.waiting
     queued = [*running, *swapped, *waiting]
     groups = s.groups
-    if s._plan is not None or s._aborting or [*groups.values()] != queued:
+    if s._plan is not None or s._aborting or [*groups.values()] != queued or not filed_as_due(s):
         raise UnfaithfulError
     here = []
     place = 0

@@ -52,7 +52,7 @@ class Image:
     What the key of a state ignores is ignored here too; who is in the books is for the caller to compare.
     """
 
-    __slots__ = ("extra", "groups", "more", "pools", "queues", "values")
+    __slots__ = ("calendar", "extra", "groups", "more", "pools", "queues", "values")
 
     def __init__(
         self, s: Any, groups: Iterable[Any], extra: tuple[str, ...], values: list[tuple[Any, ...]] | None = None
@@ -62,6 +62,7 @@ class Image:
         values: of the groups, where they are known and nobody else will touch their lists.
         """
         self.extra = extra
+        self.calendar = type(s.calendar)
         self.more = tuple([getattr(s, name) for name in extra])
         self.groups = [*groups]
         self.values = [*map(kept, self.groups)] if values is None else values
@@ -100,12 +101,12 @@ class Image:
 
     def load(self, s: Any, tail: list[Any]) -> None:
         """Make the scheduler, its pools and these groups what they were, with this tail in the queue."""
-        self.frame(s, tail)
         for g, values in zip(self.groups, self.values, strict=True):
             put(g, values)
+        self.frame(s, tail)
 
     def frame(self, s: Any, tail: list[Any]) -> None:
-        """The same for all but the groups."""
+        """The same for all but the groups, which must be what they were."""
         own = vars(s)
         running, swapped, waiting = self.queues
         own["running"], own["swapped"], own["waiting"] = deque(running), deque(swapped), deque(waiting + tail)
@@ -115,6 +116,7 @@ class Image:
         gpu, cpu = s.blocks.gpu, s.blocks.cpu
         free, refs, cpu_free, cpu_refs = self.pools
         gpu.free, gpu.refs, cpu.free, cpu.refs = [*free], [*refs], [*cpu_free], [*cpu_refs]
+        own["calendar"] = self.calendar.of(s.running, s.blocks.beats)  # last: it follows from the groups
 
 
 def frozen(plan: Any) -> Any:
@@ -122,8 +124,9 @@ def frozen(plan: Any) -> Any:
     if not is_dataclass(plan) or isinstance(plan, type) or not hasattr(plan, "scheduled"):
         return None
     twin = object.__new__(type(plan))
+    rows = plan.scheduled  # what is written on reading is written now, the groups as well
     for one in fields(plan):
         value = getattr(plan, one.name)
         object.__setattr__(twin, one.name, [*value] if isinstance(value, list) else value)
-    twin.scheduled = [row._replace(block_table=[*row.block_table], slots=[*row.slots]) for row in plan.scheduled]
+    twin.scheduled = [row._replace(block_table=[*row.block_table], slots=[*row.slots]) for row in rows]
     return twin

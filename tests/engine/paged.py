@@ -49,7 +49,9 @@ def row(
 
 def run(runner: Runner, *states: RequestState, **plan: Any) -> StepOutput:
     """Execute one plan and append its draws to the requests."""
-    output = runner.execute(Plan(0, **plan), {state.request_id: state for state in states})
+    output = runner.execute(
+        Plan.of_rows(plan.pop("scheduled", []), **plan), {state.request_id: state for state in states}
+    )
     for state in states:
         for branch, tokens in enumerate(state.outputs):
             if (state.request_id, branch) in output.samples:

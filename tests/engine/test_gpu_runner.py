@@ -190,7 +190,7 @@ def test_a_padded_batch_writes_only_its_own_slots(checkpoint: Path) -> None:
         runner = GpuRunner(model, model.config, cache, "cpu", sampler, max_num_seqs=16, max_model_len=40)
         states = {n: RequestState(n, [1, 2, 3], SamplingParams(temperature=0), 0, [[4]]) for n in "abc"}
         rows = [row(state, 3, 4, [5 + 2 * i], 4, 0, (0,)) for i, state in enumerate(states.values())]
-        output = runner.execute(Plan(0, scheduled=rows), states)
+        output = runner.execute(Plan.of_rows(rows), states)
         assert len(output.samples) == 3
         assert runner.times.steps == 1
     written = {5 * 4 + 3, 7 * 4 + 3, 9 * 4 + 3}
