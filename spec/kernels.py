@@ -1,7 +1,8 @@
 """What a kernel may rely on, stated once.
 
-The address proofs assume these conditions and nothing else about ids; a theorem derives them from the laws; a plan of
-the real scheduler is held against them as it is.  All are made with the connectives of `spec.logic`, so the same text
+The address proofs assume these conditions and nothing else about ids; theorems derive them from the laws, by symbols
+for rows and on every small step for rows and moves, and the last of them from the launcher; a plan of the real
+scheduler is held against them as it is.  All are made with the connectives of `spec.logic`, so the same text
 runs on ints and on symbols.  No condition says anything of entries past a row's end: those may be anything.
 """
 
@@ -15,11 +16,11 @@ from spec.logic import Bool, Int, cdiv, conj, implies
 CONDITIONS = {
     "entry_in_pool": "B2, B3: a table entry that a context reaches names a block of the pool",
     "table_covers": "B4: a table has an entry for every position of its context",
-    "slot_in_pool": "B2, B4: a token's slot lies in the pool, or is negative and means padding",
+    "slot_in_pool": "B2, B3, B4: a token's slot lies in the pool, or is negative and means padding",
     "slots_differ": "B6: no two tokens of a step share a slot",
-    "pair_in_pools": "B2: a move's source and target are blocks of their pools",
+    "pair_in_pools": "B2, B3, S9: a move's source and target are blocks of their pools, since tables name them",
     "targets_differ": "S9: no block is the target of two moves",
-    "no_chain": "S9, B1: targets of copies are free blocks and sources live ones, so no block is both",
+    "no_chain": "copy_blocks: inside one pool no block is both source and target, or the launcher takes a way round",
 }
 
 

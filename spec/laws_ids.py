@@ -24,6 +24,8 @@ def _counted(pool: Any, queue: Any) -> bool:
     for g in queue:
         for table in g.tables:
             for block in table:
+                if not 0 <= block < pool.capacity:  # a negative one would count for the last
+                    return False
                 refs[block] += 1
     return pool.refs == refs and sorted(pool.free) == [block for block, count in enumerate(refs) if not count]
 

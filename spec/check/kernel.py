@@ -465,7 +465,7 @@ class Language:
     def dot(self, *_: Any, **__: Any) -> Any:
         return Opaque(self.run)
 
-    exp = exp2 = log = sqrt = rsqrt = erf = ceil = dot
+    exp = exp2 = log = sqrt = rsqrt = erf = ceil = abs = dot
 
     def debug_barrier(self) -> None:
         pass
