@@ -2,7 +2,8 @@
 
     python benchmarks/kernels_aot.py                    writes benchmarks/results/kernels_aot.md
     python benchmarks/kernels_aot.py --check            the default sizes alone; fails if attention or norms spill
-    --arch 90   one architecture    --only decode   variants whose name holds this    --jobs 2   processes
+    --arch 90   one architecture, written nowhere    --jobs 2   processes
+    --only decode   variants whose name holds this; the others keep their lines in the table
 
 The variants are what the launchers launch: each launcher runs with its kernel replaced by a recorder, so block sizes,
 warps and stages in the table are those of serving.  Must not run under TRITON_INTERPRET=1.
@@ -266,12 +267,21 @@ def compile_variant(name: str, archs: tuple[int, ...]) -> list[Figures]:
 
 
 def keeps_registers(kernel: str) -> bool:
-    """An attention or norm kernel: at default sizes it must not spill."""
-    return kernel.startswith("paged_") or "norm" in kernel
+    """An attention or norm kernel, or the sampler: at default sizes it must not spill."""
+    return kernel.startswith(("paged_", "sample")) or "norm" in kernel
+
+
+def kept_lines(header: list[str]) -> dict[str, list[str]]:
+    """Lines of the committed table by variant; none where other versions compiled it."""
+    old = TABLE.read_text().splitlines() if TABLE.exists() else []
+    kept: dict[str, list[str]] = {}
+    for line in old[len(header) :] if old[: len(header)] == header else []:
+        kept.setdefault(line.split("|")[1].strip(), []).append(line)
+    return kept
 
 
 def table(results: dict[str, list[Figures]]) -> str:
-    """Markdown."""
+    """Markdown: what was compiled now, and the lines of the table for what was not."""
     lines = [
         "# Kernels compiled ahead of time",
         "",
@@ -282,8 +292,10 @@ def table(results: dict[str, list[Figures]]) -> str:
         "| variant | kernel | sm | warps | stages | registers | spills | shared memory |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, figures in results.items():
-        for f in figures:
+    kept = kept_lines(lines)
+    for name in variants():
+        lines += kept.get(name, []) if name not in results else ()
+        for f in results.get(name, ()):
             lines.append(
                 f"| {name} | {f.kernel.removesuffix('_kernel')} | {f.arch} | {f.warps} | {f.stages} | {f.registers} "
                 f"| {f.spills} | {f.shared} |"
@@ -321,7 +333,7 @@ def main() -> int:
         for f in figures
         if f.spills and name.endswith("*") and keeps_registers(f.kernel)
     ]
-    if not arguments.check and not arguments.only and not arguments.arch:
+    if not arguments.check and not arguments.arch:
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text(table(results))
     if spilled:

@@ -91,10 +91,15 @@ def penalize(
         )
     for name, tensor in {"ids": ids, "counts": counts, "row_starts": row_starts}.items():
         if tensor.dtype != torch.int64 or not tensor.is_contiguous():
-            raise ValueError(f"penalize: {name} must be contiguous int64, not {tensor.dtype}")
+            raise ValueError(
+                f"penalize: {name} must be contiguous int64, not {tensor.dtype} of stride {tensor.stride()}"
+            )
     for name, tensor in per_row.items():
         if tensor.shape != (rows,) or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            raise ValueError(f"penalize: {name} must be float32 ({rows},), not {tensor.dtype} {tuple(tensor.shape)}")
+            raise ValueError(
+                f"penalize: {name} must be contiguous float32 ({rows},), not {tensor.dtype} {tuple(tensor.shape)} of "
+                f"stride {tensor.stride()}"
+            )
     if not uses_triton(logits):
         penalize_reference(logits, ids, counts, row_starts, repetition, presence, frequency)
     elif rows:

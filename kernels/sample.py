@@ -251,10 +251,11 @@ def sample_kernel(
         ids = tl.where(use_list, ids, i.to(tl.int64))
         order = order_of(x)
         equal = (order == last) & (i < size)
-        nth = equal_before + tl.cumsum(equal.to(tl.int64))
-        equal_before += tl.sum(equal.to(tl.int64))
+        nth = tl.cumsum(equal.to(tl.int32))  # of this tile
+        left = places - equal_before
+        equal_before += tl.sum(equal.to(tl.int32))
         score = x.to(tl.float64) / heat
-        stays = (i < size) & ((order > last) | (equal & (nth <= places))) & (score >= floor_score)
+        stays = (i < size) & ((order > last) | (equal & (nth <= left))) & (score >= floor_score)
         # No noise passes 36.8 (u is at most 1 - 2^-53): a tile that cannot win is not hashed.
         ahead = tl.max(tl.where(stays, score, float("-inf")))
         if ahead + tl.where(greedy, 0.0, 36.8) > best:
@@ -314,6 +315,9 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     for name, tensor in {**per_row, "top_k": top_k, "keys": keys}.items():
         kind = torch.float64 if name in per_row else torch.int64
         if tensor.shape != logits.shape[:1] or tensor.dtype != kind or not tensor.is_contiguous():
-            raise ValueError(f"sample: {name} must be {kind} ({logits.shape[0]},), not {tensor.dtype}")
+            raise ValueError(
+                f"sample: {name} must be contiguous {kind} ({logits.shape[0]},), not {tensor.dtype} "
+                f"{tuple(tensor.shape)} of stride {tensor.stride()}"
+            )
     form = launch_sample if uses_triton(logits) else sample_reference
     return form(logits, temperature, top_k, top_p, min_p, keys)

@@ -83,6 +83,8 @@ def launch_write_kv(key: Tensor, value: Tensor, slots: Tensor, key_cache: Tensor
     tokens, heads, dim = key.shape
     if tokens == 0:
         return
+    if not slots.is_contiguous():
+        raise ValueError(f"write_kv: slots must be contiguous, not of stride {slots.stride(0)}")
     if not slots.is_cuda and int(slots.max()) >= key_cache.shape[0] * key_cache.shape[1]:  # free to ask on the CPU
         raise IndexError(f"write_kv: slot {int(slots.max())} is outside a cache of {tuple(key_cache.shape[:2])}")
     if key_cache.stride()[1:] != (heads * dim, dim, 1) or key_cache.stride() != value_cache.stride():

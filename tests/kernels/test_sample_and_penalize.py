@@ -54,6 +54,19 @@ def test_a_list_too_short_for_the_nucleus_gives_way_to_the_whole_row(monkeypatch
     assert sample(logits, heat, k, p, m, keys).tolist() == engines(logits, heat, k, p, m, keys).tolist()
 
 
+def test_of_equal_tokens_the_first_stay_however_many_tiles_they_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LANES", 64)
+    rows = 40
+    logits = torch.zeros(rows, 700)
+    logits[:, 130:140] = 1.0
+    heat, m = torch.ones(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.float64)
+    k, p = torch.full((rows,), 170), torch.full((rows,), 0.99, dtype=torch.float64)
+    keys = mix64(torch.arange(rows))
+    drawn = sample(logits, heat, k, p, m, keys).tolist()
+    assert drawn == engines(logits, heat, k, p, m, keys).tolist()
+    assert {token // 64 for token in drawn} == {0, 1, 2}  # the last that stays lies in the third
+
+
 def test_a_token_does_not_depend_on_the_rows_beside_it() -> None:
     logits = torch.randn(3, 90)
     arguments = (
@@ -96,6 +109,11 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         sample(torch.zeros(2, 4), ones, k, ones.float(), ones, k)
     with pytest.raises(ValueError, match="row_starts"):
         penalize(torch.zeros(2, 4), k, k, k, *(ones.float(),) * 3)
+    starts, wide = torch.tensor([0, 1, 2]), torch.ones(4)[::2]
+    with pytest.raises(ValueError, match=r"presence must be contiguous float32 \(2,\), .* of stride \(2,\)"):
+        penalize(torch.zeros(2, 4), k, k, starts, wide.contiguous(), wide, wide)
+    with pytest.raises(ValueError, match=r"min_p must be contiguous torch.float64 \(2,\), .* of stride \(2,\)"):
+        sample(torch.zeros(2, 4), ones, k, ones, torch.ones(4, dtype=torch.float64)[::2], k)
 
 
 # what else the models use

@@ -37,12 +37,26 @@ def test_no_tokens_and_only_padding_write_nothing() -> None:
     assert not cache.any()
 
 
+def test_slots_that_do_not_lie_together_are_refused_by_the_kernel(form: str) -> None:
+    """The reference takes them as they are; the kernel would read what lies between."""
+    cache, new, slots = torch.zeros(1, 4, 1, 4), torch.ones(2, 1, 4), torch.tensor([0, 3, 2, 3])[::2]
+    if form == "triton":
+        with pytest.raises(ValueError, match="slots must be contiguous, not of stride 2"):
+            write_kv(new, new, slots, cache, cache.clone())
+        assert not cache.any()
+    else:
+        write_kv(new, new, slots, cache, cache.clone())
+        assert cache[0, :, 0, 0].tolist() == [1, 0, 1, 0]
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     cache, new, slots = torch.zeros(1, 2, 1, 4), torch.ones(1, 1, 4), torch.tensor([0])
     with pytest.raises(ValueError, match="do not fit"):
         write_kv(torch.ones(1, 2, 4), torch.ones(1, 2, 4), slots, cache, cache)
     with pytest.raises(ValueError, match="int64"):
         write_kv(new, new, slots.int(), cache, cache)
+    with pytest.raises(ValueError, match=r"slots must be int64 \(1,\), not torch.int64 \(0,\)"):
+        write_kv(new, new, slots[:0], cache, cache)
     with pytest.raises(ValueError, match="float16"):
         write_kv(new.half(), new.half(), slots, cache, cache)
     with pytest.raises(IndexError):
