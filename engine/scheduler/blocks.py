@@ -66,6 +66,20 @@ class BlockPool:
         self.refs[block] = 1
         return block
 
+    def take_many(self, count: int) -> list[int]:
+        """So many free blocks, in the order in which `take` would give them."""
+        if count > len(self.free):
+            raise MemoryError(
+                f"{count} blocks are wanted and {len(self.free)} of {self.capacity} are free on the {self.name}"
+            )
+        if count <= 0:
+            return []
+        blocks = self.free[: -count - 1 : -1]
+        del self.free[-count:]
+        for block in blocks:
+            self.refs[block] = 1
+        return blocks
+
     def share(self, block: int) -> None:
         """One more table entry names the block."""
         if self.refs[block] <= 0:
@@ -79,6 +93,16 @@ class BlockPool:
         self.refs[block] -= 1
         if self.refs[block] == 0:
             self.free.append(block)
+
+    def drop_many(self, blocks: list[int]) -> None:
+        """The same for each of the blocks, in order."""
+        refs, free = self.refs, self.free
+        for block in blocks:
+            if refs[block] == 1:
+                refs[block] = 0
+                free.append(block)
+            else:
+                self.drop(block)
 
 
 class BlockManager:
@@ -148,8 +172,7 @@ class BlockManager:
         length = cdiv(group.known, self.block_size)
         for branch in group.branches:
             table = group.tables[branch]
-            while len(table) < length:
-                table.append(self.gpu.take())
+            table += self.gpu.take_many(length - len(table))
         group.held = self.cover(group)
         return copies
 
@@ -229,13 +252,11 @@ class BlockManager:
         common = begun[0]
         tables: list[list[int]] = [[] for _ in group.tables]
         for i, (branch, table) in enumerate(zip(group.branches, begun, strict=True)):
-            while len(table) < length:
-                if i > 0 and len(table) < group.shared_blocks:
-                    block = common[len(table)]
+            if i > 0:
+                for block in common[len(table) : group.shared_blocks]:
                     self.gpu.share(block)
-                else:
-                    block = self.gpu.take()
-                table.append(block)
+                    table.append(block)
+            table += self.gpu.take_many(length - len(table))
             tables[branch] = table
         return tables
 
@@ -255,7 +276,6 @@ class BlockManager:
 
     def _release(self, group: SequenceGroup, pool: BlockPool) -> None:
         for branch in group.branches:
-            for block in group.tables[branch]:
-                pool.drop(block)
+            pool.drop_many(group.tables[branch])
         group.tables = [[] for _ in group.tables]
         group.held = 0
