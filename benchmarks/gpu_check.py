@@ -37,6 +37,7 @@ from torch import Tensor  # noqa: E402
 from engine.cache import KVCache  # noqa: E402
 from engine.gpu_runner import GpuRunner  # noqa: E402
 from engine.models.config import ModelConfig  # noqa: E402
+from engine.models.linear import PlainLinear  # noqa: E402
 from engine.models.llama import LlamaModel  # noqa: E402
 from engine.models.weights import RandomWeights  # noqa: E402
 from engine.request import RequestState, Sampled  # noqa: E402
@@ -469,8 +470,10 @@ def model_steps(b: Bench) -> None:
 
 
 def _tensors(model: LlamaModel) -> list[Tensor]:
-    layers = [value for layer in model.layers for value in vars(layer).values() if isinstance(value, Tensor)]
-    return [*layers, model.head]
+    """What a decode step reads of the weights: all but the embedding."""
+    parts = [*(value for layer in model.layers for value in vars(layer).values()), model.head]
+    parts += [inner for part in parts if isinstance(part, PlainLinear) for inner in (part.weight, part.bias)]
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _decode_plan(states: dict[str, RequestState], blocks: int, block_size: int, end: int) -> Plan:

@@ -18,6 +18,7 @@ import torch
 import kernels.copy_blocks
 import kernels.swap_blocks
 from kernels.dispatch import choose
+from kernels.paged_rows import PagedRows
 from proofs import kernel_books as books
 from proofs.kernel_replay import planted
 from spec import kernels as need
@@ -137,3 +138,41 @@ def test_the_launchers_of_swaps_meet_the_conditions_whatever_the_list() -> None:
                     assert len({target for _, target in moved}) == len(moved)
                     seen += 1
     assert seen > 100
+
+
+SPANS = [(start, end) for end in range(6) for start in range(end + 1)]
+
+
+def test_rows_are_laid_out_as_the_address_proofs_take_them() -> None:
+    """`proofs.kernel_worlds` assumes how rows and tiles lie; so they do, for all batches of up to three small rows."""
+    seen = 0
+    for count in (0, 1, 2, 3):
+        for spans in itertools.product(SPANS, repeat=count):
+            tables = [list(range(-(-end // 2))) for _, end in spans]
+            rows = PagedRows([s for s, _ in spans], [e for _, e in spans], tables, 2, partition=2)
+            begins, ends, decodes = rows.query_starts.tolist(), rows.ends.tolist(), rows.decode_rows.tolist()
+            assert begins[0] == 0
+            assert begins[-1] == rows.num_tokens
+            assert all(
+                b - a == end - start for (a, b), (start, end) in zip(itertools.pairwise(begins), spans, strict=True)
+            )
+            assert len(set(decodes)) == len(decodes)
+            assert all(spans[row][1] - spans[row][0] == 1 for row in decodes)
+            assert all(end <= rows.num_splits * rows.partition for end in ends)
+            assert all(need.table_covers(rows.block_tables.shape[1], end, 2) for end in ends)
+            for tokens, ride in itertools.product((1, 2, 3), (False, True)):
+                tiles = list(zip(*(part.tolist() for part in rows.tiles(tokens, ride)), strict=True))
+                made = [
+                    (row, first + i) for row, first in tiles for i in range(tokens) if first + i < _length(spans[row])
+                ]
+                least = 1 if ride else 2
+                assert sorted(made) == [
+                    (r, i) for r, s in enumerate(spans) for i in range(_length(s)) if _length(s) >= least
+                ]
+                assert all(first % tokens == 0 and first < _length(spans[row]) for row, first in tiles)
+                seen += len(tiles)
+    assert seen > 10_000
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]

@@ -146,6 +146,7 @@ FAULTS = [
     Fault("rms_norm", "unmasked tail", "weight + i, mask=inside, other=0.0)", "weight + i)", BOUNDS),
     Fault("layer_norm", "mask off by one", "inside = i < WIDTH", "inside = i <= WIDTH", BOUNDS),
     Fault("layer_norm", "rows overlap", "out + token * WIDTH", "out + token * (WIDTH - 1)", MEET),
+    Fault("layer_norm", "wrong stride", "out + token * WIDTH", "out + token * PADDED", BOUNDS),
     Fault("layer_norm", "32-bit offset", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)", NARROW, "x_token"),
     Fault("layer_norm", "unmasked tail", "bias + i, mask=inside, other=0.0)", "bias + i)", BOUNDS),
     Fault("rotary", "mask off by one", "(head < heads) & (i", "(head <= heads) & (i", BOUNDS),
@@ -165,6 +166,7 @@ FAULTS = [
     Fault("silu_mul", "32-bit offset", "tl.program_id(1).to(tl.int64)", "tl.program_id(1)", NARROW, "x_token"),
     Fault("silu_mul", "unmasked tail", "width + i, mask=inside, other=0.0)", "width + i)", BOUNDS),
     Fault("activation", "mask off by one", "inside = i < width", "inside = i <= width", BOUNDS),
+    Fault("activation", "wrong stride", "token * x_token + width + i", "token * x_token + width + width + i", BOUNDS),
     Fault("activation", "32-bit offset", "tl.program_id(1).to(tl.int64)", "tl.program_id(1)", NARROW, "x_token"),
     Fault("activation", "unmasked tail", "width + i, mask=inside, other=0.0)", "width + i)", BOUNDS),
     Fault("decode", "mask off by one", "known = p < last", "known = p <= last", BOUNDS),
@@ -182,6 +184,20 @@ FAULTS = [
     Fault("decode", "padding id followed", "mask=known, other=0)", "mask=known, other=-1)", "proved"),
     Fault("decode", "partial results shared", "* splits + partition", "* splits", MEET),
     Fault("reduce", "mask off by one", "made = s * PARTITION < end", "made = s * PARTITION <= end", BOUNDS),
+    Fault(
+        "reduce",
+        "wrong stride",
+        "acc = tl.load(part_out + part[:, None] * DIM",
+        "acc = tl.load(part_out + part[:, None] * DIM_PADDED",
+        BOUNDS,
+    ),
+    Fault(
+        "reduce",
+        "32-bit offset",
+        "(query_starts + row).to(tl.int64)\n    s =",
+        "(query_starts + row).to(tl.int32)\n    s =",
+        NARROW,
+    ),
     Fault("reduce", "unmasked tail", "part_sum + part, mask=made, other=0.0)", "part_sum + part)", BOUNDS),
     Fault("prefill", "mask off by one", "known = p < last", "known = p <= last", BOUNDS),
     Fault(
@@ -191,6 +207,7 @@ FAULTS = [
         "(start + at + TILE) // TILE * TILE",
         BOUNDS,
     ),
+    Fault("prefill", "wrong stride", "p % BLOCK_SIZE * slot_stride", "p % BLOCK_SIZE * block_stride", BOUNDS),
     Fault("prefill", "tiles overlap", "(ahead < TOKENS) & (position", "(position", MEET),
     Fault(
         "prefill", "32-bit offset", "p // BLOCK_SIZE).to(tl.int64)", "p // BLOCK_SIZE).to(tl.int32)", NARROW, "block"
@@ -205,10 +222,18 @@ FAULTS = [
         NARROW,
         "logits_row",
     ),
+    Fault("penalize", "wrong stride", "row * logits_row + token", "token * logits_row + row", BOUNDS),
     Fault("penalize", "unmasked tail", "ids + i, mask=mine, other=0)", "ids + i)", BOUNDS),
     Fault("sample", "mask off by one", "(place < CANDIDATES)", "(place <= CANDIDATES)", BOUNDS, least=40),
     Fault(
         "sample", "unmasked tail", "x = tl.load(row + i, mask=i < vocab", "x = tl.load(row + i, mask=i <= vocab", BOUNDS
+    ),
+    Fault(
+        "sample",
+        "wrong stride",
+        "list_logits + r * CANDIDATES + place",
+        "list_logits + r * 2 * CANDIDATES + place",
+        BOUNDS,
     ),
     Fault("sample", "32-bit offset", "r = tl.program_id(0).to(tl.int64)", "r = tl.program_id(0)", NARROW, "logits_row"),
 ]

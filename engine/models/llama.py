@@ -18,6 +18,7 @@ from engine.models.config import ModelConfig
 from engine.models.linear import Linear, packing
 from engine.models.rope import Turns, angles, inverse_frequencies
 from engine.models.weights import Weights
+from kernels.dispatch import uses_triton
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
 from kernels.silu_mul import silu_mul
@@ -47,7 +48,8 @@ class LlamaModel:
         self.dtype = weights.dtype
         self._pack, self.row_type = packing(weights.dtype, weights.device)
         # Angles that turn neighbours are one complex product in float32; the weights are brought into that order here.
-        self.turns = Turns(config) if self.row_type == torch.float32 and weights.device.type == "cpu" else None
+        alone = weights.device.type == "cpu" and not uses_triton(torch.empty(0))  # no kernel turns them
+        self.turns = Turns(config) if alone and self.row_type == torch.float32 else None
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embedding = weights.take("model.embed_tokens.weight", vocabulary)
         self.layers = [self._load_layer(weights, f"model.layers.{i}.") for i in range(config.num_layers)]

@@ -25,6 +25,7 @@ from tests.kernels.guard import fence_of_blocks, watched
 
 NAN = math.nan
 FP = torch.float32
+DIMS = [16, 32, 64, 72, 80, 96, 112, 120, 128, 160, 192, 256]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -116,7 +117,7 @@ MIXED = [
 ]  # prompts, a decode, chunks with contexts of 5 and 37, a first token
 
 
-@pytest.mark.parametrize("dim", [16, 32, 64, 72, 80, 96, 112, 120, 128, 160, 192, 256])
+@pytest.mark.parametrize("dim", DIMS)
 def test_head_sizes(dim: int, form: str) -> None:
     Pool(MIXED, 4, 2, dim, 16).check(form)
 
@@ -252,6 +253,31 @@ def test_offsets_beyond_32_bits() -> None:
             assert torch.equal(far[part][block], near.caches[part][block].nan_to_num(0.0))
 
 
+@pytest.mark.parametrize("move", ["copy", "swap"])
+def test_moved_blocks_beyond_32_bits(move: str) -> None:
+    """Copies and swaps of a pool whose blocks are far apart: keys, then values, of one layer."""
+    from kernels.dispatch import choose
+
+    near = torch.randn(1, 2, 4, 3, 2, 8)
+    far = sparse(8, 2**30 + 64, (3, 2, 8), FP).unflatten(0, (1, 2, 4))
+    far.copy_(near)
+    if move == "copy":
+        pairs = [(0, 3), (2, 1)]
+        with choose("triton"):
+            copy_blocks(far, pairs)
+        copied = near.clone()
+        for source, target in pairs:
+            copied[:, :, target] = near[:, :, source]
+        assert torch.equal(far, copied)
+        return
+    host = host_blocks(1, 4, (3, 2, 8), FP, pin_memory=False, by_block=True)
+    with choose("triton"):
+        swap_blocks(far, host, [(3, 0), (1, 2)], "swap out")
+        assert torch.equal(host[:, :, [0, 2]], near[:, :, [3, 1]])
+        swap_blocks(host, far, [(0, 2), (2, 3)], "swap in")
+    assert torch.equal(far, near[:, :, [0, 1, 3, 1]])
+
+
 # slots
 
 
@@ -268,7 +294,7 @@ def test_a_negative_slot_writes_nothing_not_even_the_last_block() -> None:
         assert (flat[8:] == 7.0).all()
 
 
-@pytest.mark.parametrize("dim", [72, 120])
+@pytest.mark.parametrize("dim", DIMS)
 def test_written_rows_do_not_touch_their_neighbours(dim: int) -> None:
     caches = [torch.full((2, 4, 3, dim), 5.0) for _ in range(2)]
     fused = torch.randn(2, 9, dim)
@@ -281,7 +307,6 @@ def test_written_rows_do_not_touch_their_neighbours(dim: int) -> None:
 
 def test_an_fp8_cache_holds_the_nearest_value_and_its_largest() -> None:
     caches = [torch.zeros(1, 4, 1, 16).to(FP8) for _ in range(2)]
-    # Values that the type holds: between two of them the interpreter's cast does not always carry.
     new = torch.tensor([-600.0, -448, -208, -7.5, -0.875, 0, 0.0625, 1, 1.125, 15, 144, 352, 416, 448, 449, 1e6]).view(
         1, 1, 16
     )
@@ -340,6 +365,12 @@ def test_pools_of_a_strided_layer_and_bad_ids() -> None:
     with pytest.raises(IndexError, match="target block 6"):
         copy_blocks(pool, [(1, 2), (0, 6)])
     copy_blocks(pool, [])
+    host = torch.zeros(3, 2, 4, 4, 1, 8)
+    kept = pool.clone()
+    swap_blocks(pool, host, [(5, 0), (2, 3)], "swap out")
+    swap_blocks(host, pool, [(0, 4), (3, 1)], "swap in")
+    assert torch.equal(pool, kept[:, :, [0, 2, 2, 3, 5, 5]])
+    assert torch.equal(whole[:, [0, 3]], before[:, [0, 3]])
 
 
 def test_sizes_are_legal_for_every_head() -> None:
