@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 # a machine to himself sets OMP_WAIT_POLICY=ACTIVE.  Read by the runtime when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# oneDNN keeps code for every number of rows it has met, by default for 1024 shapes: a server's memory would grow for
+# hours.  A step needs one for each kind of layer; what a new number of rows costs is not to be seen in processor time.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
+
 __version__ = "0.1.0"
 
 _HOMES = {
