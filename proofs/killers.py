@@ -1,7 +1,7 @@
 """What a mutant of the scheduler has to survive, cheapest first.  Each stage raises when something is wrong.
 
     soak    random worlds for a moment, with the tests' own checks after every step
-    books   tests/scheduler/test_books.py and test_door.py: the small print, to the exact number
+    books   test_books.py, test_door.py and test_plans.py of tests/scheduler: the small print, to the exact number
     laws    every reachable state of small worlds, all laws, every round replayed in the spec
     tests   other behaviour tests of the scheduler and of the case list
     deep    larger worlds, a long soak, and the symbolic proofs of schedule(), update(), add, abort and fail
@@ -159,7 +159,7 @@ def stage_laws() -> None:
 
 
 def stage_books() -> None:
-    _pytest("tests/scheduler/test_books.py", "tests/scheduler/test_door.py")
+    _pytest("tests/scheduler/test_books.py", "tests/scheduler/test_door.py", "tests/scheduler/test_plans.py")
 
 
 def stage_tests() -> None:

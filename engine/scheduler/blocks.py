@@ -168,7 +168,7 @@ class BlockManager:
     @contracts.blocks_grow
     def grow(self, group: SequenceGroup) -> list[BlockPair]:
         """Give a decode what it lacks; returns the copies (source, target) that its first writes call for."""
-        copies = self._part_tail(group) if group.tail_shared else []
+        copies = self._part_tail(group)
         length = cdiv(group.known, self.block_size)
         for branch in group.branches:
             table = group.tables[branch]

@@ -15,7 +15,6 @@ from operator import attrgetter
 
 from engine.scheduler.sequence import SequenceGroup
 
-_NEVER = -1, 0
 _by_seniority = attrgetter("arrival")
 
 
@@ -46,14 +45,15 @@ class DecodeCalendar:
 
     def file(self, group: SequenceGroup, beats: int) -> None:
         """A decode that can go on for so many beats with the blocks it has; replaces what was filed of it."""
-        day, live = self.filed.get(group, _NEVER)
-        if day < 0:
+        old = self.filed.get(group)
+        if old is None:
             self._roll = None
         else:
-            del self.days[day][group]
-        self.branches += group.live - live
+            del self.days[old[0]][group]
+            self.branches -= old[1]
         day = self.beat + beats
         self.filed[group] = day, group.live
+        self.branches += group.live
         filed = self.days.get(day)
         if filed is None:
             filed = self.days[day] = {}
@@ -61,11 +61,11 @@ class DecodeCalendar:
 
     def strike(self, group: SequenceGroup) -> None:
         """The group does not run any more; nothing if it was no decode."""
-        day, live = self.filed.pop(group, _NEVER)
-        if day >= 0:
+        old = self.filed.pop(group, None)
+        if old is not None:
             self._roll = None
-            self.branches -= live
-            del self.days[day][group]
+            del self.days[old[0]][group]
+            self.branches -= old[1]
 
     def advance(self) -> None:
         """The beat is over."""
