@@ -17,3 +17,8 @@ def to_cache_type(x: Tensor, dtype: torch.dtype) -> Tensor:
 def movable(x: Tensor) -> Tensor:
     """The same memory in a type that torch's index operations take: fp8 as bytes."""
     return x.view(torch.uint8) if x.dtype == FP8 else x
+
+
+def gathered(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """x[rows] in a wider type; only these rows are widened."""
+    return movable(x).index_select(0, rows).view(x.dtype).to(dtype)

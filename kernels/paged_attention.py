@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import matrix_type, next_power_of_2, refuse_unless, same_device, tl, triton, uses_triton
-from kernels.fp8 import FP8
+from kernels.fp8 import FP8, gathered
 from kernels.paged_prefill_attention import launch_paged_prefill_attention
 from kernels.paged_rows import MOST_SPLITS, PagedRows
 
@@ -40,14 +40,14 @@ def paged_attention_reference(
     out = torch.empty_like(query)
     for some in rows.decodes:
         shape = (-1, some.longest, kv_heads, head_dim)
-        # (rows, kv_heads, longest, head_dim), gathered before a narrower type of the cache is widened
-        k, v = (x.index_select(0, some.slots).to(query.dtype).view(shape).transpose(1, 2) for x in (keys, values))
+        # (rows, kv_heads, longest, head_dim)
+        k, v = (gathered(x, some.slots, query.dtype).view(shape).transpose(1, 2) for x in (keys, values))
         # The heads that share a key head stand where the query tokens usually are.
         out[some.tokens] = F.scaled_dot_product_attention(query[some.tokens], k, v, attn_mask=some.mask, scale=scale)
     for row in rows.chunks:
         q = query[row.first : row.last].permute(2, 1, 0, 3)  # (group, kv_heads, tokens, head_dim)
-        k, v = (x.index_select(0, row.slots).to(query.dtype) for x in (keys, values))
-        k, v = (x.transpose(0, 1).expand(group, -1, -1, -1) for x in (k, v))
+        k, v = (gathered(x, row.slots, query.dtype).transpose(0, 1) for x in (keys, values))
+        k, v = (x.expand(group, -1, -1, -1) for x in (k, v))
         done = F.scaled_dot_product_attention(q, k, v, attn_mask=row.mask, is_causal=row.mask is None, scale=scale)
         out[row.first : row.last] = done.permute(2, 1, 0, 3)
     return out.view(-1, kv_heads * group, head_dim)

@@ -29,9 +29,14 @@ def planted(module: Any, old: str, new: str, directory: Path) -> Any:
     """The module with one place of its source changed."""
     source = Path(module.__file__).read_text()
     assert source.count(old) >= 1, f"{module.__name__} has no {old!r}"
+    return loaded(source.replace(old, new, 1), directory)
+
+
+def loaded(source: str, directory: Path) -> Any:
+    """A module of this source."""
     name = f"planted_{next(_numbers)}"
     path = directory / f"{name}.py"
-    path.write_text(source.replace(old, new, 1))
+    path.write_text(source)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -68,6 +68,8 @@ def test_the_committed_table_holds_every_variant_and_no_spill_where_none_may_be(
     assert listed.returncode == 0, listed.stderr[-2000:]
     found = rows()
     assert {row[0] for row in found} == set(listed.stdout.strip().splitlines())
+    sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
+    assert {row[1] for row in found} == set(re.findall(r"\ndef (\w+)_kernel\(", sources))
     for name, kernel, arch, *_, spills, _ in found:
         assert arch in ("80", "90", "100")
         if name.endswith("*") and (kernel.startswith(("paged_", "sample")) or "norm" in kernel):
