@@ -264,12 +264,12 @@ def report() -> None:
 
 _HEAD = {stage: f"killed by {stage}" for stage in STAGES}
 _LEGEND = """\
-Each column counts the mutants that no stage before it killed.  *soak*: 23 random worlds, the tests' own checks after
-every step.  *books*: test_books.py, test_door.py and test_plans.py of tests/scheduler.  *laws*: every reachable state of small worlds,
-all laws, each round replayed in the spec.  *tests*: tests/scheduler/test_determinism.py and tests/cases, contracts on.
-*deep*: larger worlds, a long soak, symbolic proofs of schedule(), update(), add, abort and fail.  *equivalent*:
-explained one by one in proofs/equivalent_mutants.md.  Out of scope: texts of messages, annotations, `__slots__`,
-imports and decorators; contracts, recorder, replay and trace, which have tests of their own."""
+Each column counts the mutants that no stage before it killed. *soak*: 23 random worlds, the tests' own checks after
+every step. *books*: test_books.py, test_door.py and test_plans.py of tests/scheduler. *laws*: every reachable state of
+small worlds, all laws, each round replayed in the spec. *tests*: tests/scheduler/test_determinism.py and tests/cases,
+contracts on. *deep*: larger worlds, a long soak, symbolic proofs of schedule(), update(), add, abort and fail.
+*equivalent*: explained one by one in proofs/equivalent_mutants.md. Out of scope: texts of messages, annotations,
+`__slots__`, imports and decorators; contracts, recorder, replay and trace, which have tests of their own."""
 
 
 def show(name: str) -> None:
