@@ -45,6 +45,7 @@ from engine.sampler import Sampler, draw_keys  # noqa: E402
 from engine.sampling import SamplingParams  # noqa: E402
 from engine.scheduler.plan import Plan, ScheduledSequence  # noqa: E402
 from kernels.copy_blocks import as_words, launch_move_blocks  # noqa: E402
+from kernels.fp8 import FP8, to_cache_type  # noqa: E402
 from kernels.layer_norm import layer_norm  # noqa: E402
 from kernels.paged_attention import PagedRows, paged_attention, paged_attention_reference  # noqa: E402
 from kernels.penalize import penalize, penalize_reference  # noqa: E402
@@ -247,6 +248,15 @@ def attention(b: Bench) -> None:
     theirs = b.time(lambda: F.scaled_dot_product_attention(dq, *dense, scale=scale, enable_gqa=group > 1))
     what = f"decode attention {s.decode_rows} x {s.decode_context}"
     b.bytes_line(what, seconds, moved, 0.85, f"; torch on dense keys {theirs * 1e6:.0f} us")
+    if b.dry or torch.cuda.get_device_capability() >= (8, 9):
+        k, v = (to_cache_type(c, FP8) for c in (k, v))
+        seconds = b.time(lambda: paged_attention(q, k, v, r, scale))
+        moved = 2 * s.decode_rows * s.decode_context * s.kv_heads * s.dim + 2 * q.numel() * q.element_size()
+        b.bytes_line(f"{what}, fp8 cache", seconds, moved)
+        q, k, v, r = paged(b, few, s.decode_context - 1, s.decode_context)
+        k, v = (to_cache_type(c, FP8) for c in (k, v))
+        expected = paged_attention_reference(q.float(), k.float(), v.float(), r, scale)
+        b.close("attention, decode, fp8 cache", paged_attention(q, k, v, r, scale), expected)
     q, k, v, r = paged(b, s.prefill_rows, 0, s.prefill_tokens)
     seconds = b.time(lambda: paged_attention(q, k, v, r, scale))
     operations = 4 * s.heads * s.dim * s.prefill_rows * s.prefill_tokens * (s.prefill_tokens + 1) / 2
