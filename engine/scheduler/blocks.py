@@ -251,11 +251,10 @@ class BlockManager:
         length = cdiv(group.known, self.block_size)
         common = begun[0]
         tables: list[list[int]] = [[] for _ in group.tables]
-        for i, (branch, table) in enumerate(zip(group.branches, begun, strict=True)):
-            if i > 0:
-                for block in common[len(table) : group.shared_blocks]:
-                    self.gpu.share(block)
-                    table.append(block)
+        for branch, table in zip(group.branches, begun, strict=True):
+            for block in common[len(table) : group.shared_blocks]:  # none for the first branch, whose table it is
+                self.gpu.share(block)
+                table.append(block)
             table += self.gpu.take_many(length - len(table))
             tables[branch] = table
         return tables

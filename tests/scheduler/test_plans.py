@@ -51,6 +51,10 @@ def test_a_plan_is_empty_only_without_groups_of_either_kind() -> None:
     assert empty.scheduled == []
     s.update(empty)
     assert empty.scheduled == []
+    with lifted():
+        unread = s.schedule()
+        s.update(unread)
+        assert unread.scheduled == []
 
 
 def test_groups_are_written_once_when_the_step_is_planned_and_follow_it_before() -> None:
@@ -121,8 +125,9 @@ def test_plans_are_equal_that_decide_the_same() -> None:
     )
     twin.step = plan.step
     assert plan == twin
-    twin.num_decode_tokens = 4
-    assert plan != twin
+    for other in (2, 4):
+        twin.num_decode_tokens = other
+        assert plan != twin
     assert plan.__eq__(3) is NotImplemented
     assert plan != 3
 
@@ -215,6 +220,39 @@ def test_steady_steps_look_at_nobody_who_needs_nothing() -> None:
             grown += sum(action.verb == "grow" for action in plan.log)
             s.update(plan)
     assert len(asked) == grown == 6  # each of the three crosses a boundary every fourth step
+
+
+def test_a_steady_update_looks_at_nobody_before_the_last_token_and_writes_nothing_down() -> None:
+    looked: list[str] = []
+
+    class Notes(Scheduler):
+        def _conclude(self, group: SequenceGroup, *outcome: Any) -> None:
+            looked.append(group.request_id)
+            super()._conclude(group, *outcome)
+
+    s = steady(2, policy=Notes)
+    looked.clear()
+    with lifted():
+        for _ in range(18):
+            plan = s.schedule()
+            s.update(plan)
+            assert plan._groups is None
+        assert looked == []
+        plan = s.schedule()
+        s.update(plan)
+        assert looked == ["a", "b"]
+        assert names(plan) == [("a", 1), ("b", 1)]
+    assert not s.groups
+
+
+def test_the_short_cut_is_taken_when_the_blocks_just_suffice() -> None:
+    s = Scheduler(SchedulerConfig(num_gpu_blocks=2, block_size=4, max_num_batched_tokens=8, max_model_len=8))
+    s.add(SequenceGroup("a", 4, 1, 3))
+    s.update(s.schedule())
+    assert s.blocks.gpu_free == 1
+    plan = s.schedule()
+    assert [group.request_id for group in plan.decodes] == ["a"]
+    assert s.blocks.gpu_free == 0
 
 
 # blocks, many at a time
