@@ -320,6 +320,47 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(text) + "\n"
 
 
+def document(result: dict[str, Any], command: str) -> dict[str, Any]:
+    """The result as docs/build.py shows it, with the run itself."""
+    machine = result["machine"]
+    loads = result["workloads"]
+    tables = []
+    for measured, title in (
+        ("tokens_per_s", "generated tokens/s, wall time"),
+        ("tokens_per_processor_s", "generated tokens per processor second"),
+    ):
+        rows = [
+            [name, *(f"{statistics.median(runs[at][measured]):.1f}" if runs[at][measured] else "" for at in loads)]
+            for name, runs in result["figures"].items()
+        ]
+        rows = [row for row in rows if any(row[1:])]
+        words = f"{title}, median of {result['rounds']} alternating rounds (requests x (prompt + output))"
+        tables.append({"title": words, "columns": ["engine", *loads], "rows": rows})
+    load = f"load average {machine['load_before']:.1f} before and {machine['load_after']:.1f} after"
+    return {
+        "section": "cpu-engine",
+        "title": "CPU engine",
+        "command": command,
+        "machine": f"{machine['processor']} ({machine['capability']}), {machine['threads']} threads, {load}",
+        "date": machine["date"],
+        "tables": tables,
+        "run": result,
+    }
+
+
+def public(arguments: list[str]) -> list[str]:
+    """The arguments as anyone can give them: where a peer is installed is not told."""
+    out = []
+    for one in arguments:
+        name, _, command = one.partition("=")
+        words = command.split()
+        if "cpu_peers.py" in command:
+            at = next(i for i, word in enumerate(words) if word.endswith("cpu_peers.py"))
+            one = f"{name}=PYTHON {' '.join([words[at], words[at + 1], 'DIR', *words[at + 3 :]])}"
+        out.append(one)
+    return out
+
+
 def save_model(directory: str) -> None:
     """The embedded model as a Hugging Face directory in bfloat16, for peers that read no GGUF."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -367,7 +408,8 @@ def main() -> None:
         },
     }
     if args.write:
-        (RESULTS / "cpu_engine.json").write_text(json.dumps(result, indent=1) + "\n")
+        command = "python -m benchmarks.cpu_engine " + shlex.join(public(sys.argv[1:]))
+        (RESULTS / "cpu_engine.json").write_text(json.dumps(document(result, command), indent=1) + "\n")
         (RESULTS / "cpu_engine.md").write_text(report(result))
     print(json.dumps(result) if args.json else report(result))
 

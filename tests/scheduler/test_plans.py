@@ -182,8 +182,10 @@ def test_a_walk_leaves_the_running_prefill_where_it_is() -> None:
     s.add(SequenceGroup("a", 5, 1, 20))
     s.add(SequenceGroup("b", 40, 1, 20))
     s.update(s.schedule())
+    free = s.blocks.gpu_free
     plan = s.schedule()
     assert names(plan) == [("a", 1), ("b", 7)]
+    assert (plan.log, s.blocks.gpu_free) == ([], free)
     assert [group.request_id for group in s.running] == ["a", "b"]
     assert all(group.status is Status.RUNNING for group in s.running)
 
