@@ -1,7 +1,7 @@
 """What a kernel may rely on, stated once.
 
 The address proofs assume these conditions and nothing else about ids; theorems derive them from the laws, by symbols
-for rows and on every small step for rows and moves, and the last of them from the launcher; a plan of the real
+for rows and on every small step for rows and moves, and the last of them from the launcher as well; a plan of the real
 scheduler is held against them as it is.  All are made with the connectives of `spec.logic`, so the same text
 runs on ints and on symbols.  No condition says anything of entries past a row's end: those may be anything.
 """
@@ -20,7 +20,7 @@ CONDITIONS = {
     "slots_differ": "B6: no two tokens of a step share a slot",
     "pair_in_pools": "B2, B3, S9: a move's source and target are blocks of their pools, since tables name them",
     "targets_differ": "S9: no block is the target of two moves",
-    "no_chain": "copy_blocks: inside one pool no block is both source and target, or the launcher takes a way round",
+    "no_chain": "S9: inside one pool no block is both source and target; copy_blocks sees to it whatever the list",
 }
 
 

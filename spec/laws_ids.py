@@ -119,6 +119,10 @@ def plan_is_delta(t: Any) -> bool:
                 return False
             back.add((source, home))
             copied.update((home, target) for target in targets if target != home)
+    sources = {source for source, _ in t.plan.blocks_to_copy}
+    named = {block for g in t.mid.running for table in g.tables for block in table} if sources else set()
+    if not sources <= named or not sources.isdisjoint(target for _, target in t.plan.blocks_to_copy):
+        return False
     lists = (t.plan.blocks_to_swap_out, t.plan.blocks_to_swap_in, t.plan.blocks_to_copy)
     return all(
         len(pairs) == len(set(pairs)) == len({target for _, target in pairs}) and set(pairs) == expected
