@@ -29,7 +29,7 @@ from spec.check.report import timeline
 from spec.check.symbolic import DisagreementError
 from spec.check.symbolic import Report as SymbolicReport
 from spec.check.terms import Signal
-from spec.check.worlds import worlds
+from spec.check.worlds import SKETCHES, worlds
 from spec.laws import BY_ID, LAWS, Kind, Law, Tier, steps_bound
 
 SEARCH, GRAPH, TESTS = "search", "search, graph", "tests"
@@ -289,6 +289,19 @@ def _as_json(report: Report) -> dict[str, Any]:
     }
 
 
+def scope() -> str:
+    """How far the check looks: a policy that needs more to go wrong passes."""
+    groups, branches = (
+        max(one.groups for one in SKETCHES.values()),
+        max(n for s in SKETCHES.values() for _, n, _ in s.menu),
+    )
+    in_shapes, wide = max(sum(one[:3]) for one in SHAPES), max(one.n for one in SHAPES)
+    return (
+        f"The worlds hold at most {groups} groups of at most {branches} branches, the shapes {in_shapes} of at most "
+        f"{wide}: what needs more to go wrong is not seen here."
+    )
+
+
 def _show(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -331,3 +344,5 @@ def _show(report: Report) -> None:
     verdict = f"{len(wrong)} laws are broken: {', '.join(wrong)}" if wrong else "every law holds"
     total += report.shapes.seconds
     print(f"\n{verdict} ({report.states:,} states, {total:.1f} s)")
+    if not wrong:
+        print(scope())

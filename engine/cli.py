@@ -115,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
 
     replay = command("replay", _replay, "Run a broken law again from the file that its error names.")
     replay.add_argument("file", metavar="FILE", help="a dump of LAWFUL_CONTRACTS=on, by default in .lawful/")
+    replay.add_argument(
+        "--policy", metavar="MODULE:CLASS", help="the scheduler, if not the class that the dump names; or path.py:Class"
+    )
     return parser
 
 
@@ -335,7 +338,7 @@ def _audit(args: argparse.Namespace) -> int:
 def _replay(args: argparse.Namespace) -> int:
     from engine.verify import replay_dump
 
-    return replay_dump(args.file)
+    return replay_dump(args.file, args.policy)
 
 
 if __name__ == "__main__":

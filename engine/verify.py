@@ -52,17 +52,24 @@ def audit_trace(path: str, as_json: bool = False) -> int:
     return 0 if seen.lawful else 1
 
 
-def replay_dump(path: str) -> int:
-    """Run a dumped violation again and show it; 1 if a law breaks again, 0 if all hold now."""
+def replay_dump(path: str, policy: str | None = None) -> int:
+    """Run a dumped violation again and show it; 1 if a law breaks again, 0 if all hold now.
+
+    policy: module:Class or path.py:Class, if not the class that the dump names.
+    """
+    from engine.check import load_policy
     from engine.scheduler.replay import replay
 
     sys.path.insert(0, str(Path.cwd()))  # the scheduler's class may be the user's own
     try:
-        run = replay(path)
+        run = replay(path, None if policy is None else load_policy(policy))
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a dump of a broken law: {type(error).__name__}: {error}") from None
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"the scheduler that {path} was written by cannot be imported: {error}") from None
+        raise ValueError(
+            f"the scheduler that {path} was written by cannot be imported: {error}; say where it is: "
+            "--policy path.py:Class"
+        ) from None
     print(run.timeline)
     if not run.reproduced:
         print(f"{path}: {run.expected} was broken then; now every law holds")

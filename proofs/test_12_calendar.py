@@ -25,6 +25,7 @@ from proofs.endless import Endless, endless, turn
 from proofs.scopes import SMALL, explored, new_group
 from proofs.worlds import Shape, World, build
 from spec.check.codec import Codec
+from spec.check.report import timeline
 from spec.check.symbolic import Report, Source, prove
 from spec.logic import Bool, cdiv, conj, implies
 from spec.words import is_decode
@@ -136,7 +137,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.running}r-{s.forked}forked-bs{s.block_size or 'any'}")
 def test_the_short_cut_comes_to_what_the_walk_comes_to(shape: Shape) -> None:
     report = prove_short_cut(shape)
-    assert report.proved, report
+    assert report.proved, str(report)
     assert report.reached["taken"]
     if shape.forked == shape.running > 1:  # one alone always fits (law Q3)
         assert report.reached["walked"]
@@ -183,7 +184,7 @@ def test_a_decode_that_fits_is_served_whoever_else_runs(last: bool | None) -> No
         return [it.step.tokens >= it.head.live, *fits(it)]
 
     report = turn(lambda source: endless(source, rest=rest, behind=last is not None), enough, serve, claims)
-    assert report.proved, report
+    assert report.proved, str(report)
     assert report.reached["grow"]
 
 
@@ -234,7 +235,26 @@ def test_a_decode_needs_blocks_from_the_beat_on_that_is_announced(size: int, n: 
         },
         list,
     )
-    assert report.proved, report
+    assert report.proved, str(report)
+
+
+def test_all_who_need_blocks_are_found_and_grow_however_many_they_are() -> None:
+    """Three hundred decodes reach the end of a block together: every one is due, and gets its block."""
+    count = 300
+    s = Scheduler(
+        SchedulerConfig(num_gpu_blocks=3 * count, block_size=4, max_num_batched_tokens=4 * count, max_num_seqs=count)
+    )
+    for i in range(count):
+        s.add(SequenceGroup(f"r{i}", 4, 1, 9))
+    s.update(s.schedule())
+    everyone = [group.request_id for group in s.running]
+    assert len(everyone) == count
+    assert [group.request_id for group in s.calendar.due()] == everyone
+    plan = s.schedule()
+    assert [action.request_id for action in plan.log] == everyone
+    assert all(len(group.tables[0]) == 2 for group in s.running)
+    s.update(plan)
+    assert s.calendar.due() == []
 
 
 def test_shared_tails_are_due_at_once() -> None:
@@ -255,7 +275,10 @@ def test_the_short_cut_is_the_walk_on_every_reachable_state(name: str) -> None:
     """Both kinds of scheduler, from each state: equal plans, and equal states after them."""
     world = SMALL[name].world
     short, walk = (Codec(lambda kind=kind: kind(world.config), new_group) for kind in (Scheduler, Walks))
-    graph = explored(world, graph=True, limit=LIMIT).graph
+    found = explored(world, graph=True, limit=LIMIT)
+    if found.violation is not None:
+        pytest.fail(timeline(found.violation, lambda: Scheduler(world.config), new_group), pytrace=False)
+    graph = found.graph
     assert graph is not None
     taken = 0
     for key in graph.keys:

@@ -36,7 +36,7 @@ from typing import Any
 
 import pytest
 
-from engine.scheduler import PreemptionMode, Scheduler, SequenceGroup
+from engine.scheduler import Plan, PreemptionMode, Scheduler, SchedulerConfig, SequenceGroup
 from engine.scheduler.phases import Step
 from proofs import faults_symbolic as faults
 from proofs import steps
@@ -123,6 +123,54 @@ def test_make_room_demotes_the_most_junior_until_it_fits_or_nothing_is_swapped(
     last: bool | None, chunked: bool
 ) -> None:
     demand(prove_make_room(last=last, chunked=chunked), "again", "True", *["False"] * (last is None))
+
+
+# the loops themselves
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 5, 6, 41, 300])
+@pytest.mark.parametrize("loop", ["_decodes", "_swap_in", "_admit", "_make_room"])
+def test_a_loop_goes_on_until_its_body_stops_or_its_queue_is_empty(loop: str, length: int) -> None:
+    """Whatever the body does and however long the queue: the lemmas on one turn are about every turn there is."""
+    for stop in sorted({0, 1, length // 2, length, length + 1}):
+        turns: list[str] = []
+
+        class Bodies(Scheduler):
+            def _decode_head(self, step: Any, turns: list[str] = turns, stop: int = stop) -> bool:
+                turns.append(step.rest[0].request_id)
+                if len(turns) <= stop:
+                    self.running.append(step.rest.popleft())
+                return len(turns) <= stop
+
+            def _swap_in_head(self, step: Any, turns: list[str] = turns, stop: int = stop) -> bool:
+                turns.append(self.swapped[0].request_id)
+                if len(turns) <= stop:
+                    self.running.append(self.swapped.popleft())
+                return len(turns) <= stop
+
+            def _admit_head(self, step: Any, turns: list[str] = turns, stop: int = stop) -> bool:
+                turns.append(self.waiting[0].request_id)
+                if len(turns) <= stop:
+                    self.running.append(self.waiting.popleft())
+                return len(turns) <= stop
+
+            def _demote(self, step: Any, turns: list[str] = turns) -> None:
+                turns.append(self.swapped.pop().request_id)
+                self.blocks.cpu.free.append(0)
+
+        s = Bodies(SchedulerConfig(num_gpu_blocks=1, block_size=1, max_model_len=2, max_num_batched_tokens=2))
+        groups = [SequenceGroup(f"r{i}", 1) for i in range(length)]
+        queue = {"_decodes": s.running, "_swap_in": s.swapped, "_make_room": s.swapped, "_admit": s.waiting}[loop]
+        queue.extend(groups)
+        step = Step(Plan(0), 2)
+        names = [group.request_id for group in groups]
+        if loop == "_make_room":
+            assert s._make_room(stop, step) is (stop <= length)
+            assert turns == names[::-1][:stop]
+            continue
+        getattr(s, loop)(step)
+        assert turns == names[: stop + 1]
+        assert [group.request_id for queue in (s.running, s.swapped, s.waiting) for group in queue] == names
 
 
 # one preemption

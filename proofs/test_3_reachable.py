@@ -233,3 +233,18 @@ def test_the_shortest_run_to_a_state_can_be_asked_for() -> None:
     assert found.violation is not None
     assert found.violation.detail == "goal"
     assert len(found.violation.run) == 5
+
+
+def test_a_field_of_a_policy_that_grows_too_large_is_named() -> None:
+    class Counts(Scheduler):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.turn = 0
+
+    config = SMALL["chunked-n2-cpu4"].world.config
+    codec = Codec(lambda: Counts(config), new_group)
+    for value in (256, -1, None):
+        s = Counts(config)
+        s.turn: Any = value
+        with pytest.raises(TypeError, match=rf"Counts.turn is {value}; .* an int from 0 to 255"):
+            codec.encode(s)

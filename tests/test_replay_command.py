@@ -78,3 +78,15 @@ def test_what_is_no_dump_is_explained(
     error = capsys.readouterr().err
     assert error.startswith("lawful: error: ")
     assert message in error
+
+
+def test_the_class_of_a_script_is_said_where_it_is(
+    dump: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, script = tmp_path / "dump.json", tmp_path / "mine.py"
+    path.write_text(json.dumps({**dump, "scheduler": "__main__:Mine"}))
+    script.write_text("from proofs.mutants import AdmitsWhileSwapped\n\n\nclass Mine(AdmitsWhileSwapped):\n    pass\n")
+    assert main(["replay", str(path)]) != 0
+    assert "--policy path.py:Class" in capsys.readouterr().err
+    assert main(["replay", str(path), "--policy", f"{script}:Mine"]) == 1
+    assert capsys.readouterr().out.endswith(f"{path}: S1 is broken again\n")

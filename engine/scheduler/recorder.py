@@ -122,10 +122,26 @@ def describe(view: Any) -> str:
     if isinstance(view, views.Step):
         log = ", ".join(f"{verb} {i} [{blocks}] {detail}".rstrip() for verb, i, blocks, detail in view.plan.log)
         ran = ", ".join(f"{v.was.request_id} {v.tokens}" for v in view.served)
-        return f"before:\n{describe(view.before)}\nlog: {log}\ntokens: {ran}\nafter schedule:\n{describe(view.mid)}"
+        plan = view.plan
+        moves = ", ".join(
+            f"{what} {pairs}"
+            for what, pairs in (
+                ("swap out", plan.blocks_to_swap_out),
+                ("swap in", plan.blocks_to_swap_in),
+                ("copy", plan.blocks_to_copy),
+            )
+            if pairs
+        )
+        return (
+            f"before:\n{describe(view.before)}\nlog: {log}\ntokens: {ran}\nmoves: {moves or 'none'}\n"
+            f"after schedule:\n{describe(view.mid)}"
+        )
+    config = view.config
     lines = [
+        f"  max_num_batched_tokens {config.tokens}, max_num_seqs {config.seqs}, watermark {config.watermark_blocks}, "
+        f"max_model_len {config.max_model_len}",
         f"  GPU free {view.blocks.gpu_free} of {view.config.num_gpu_blocks}, CPU free {view.blocks.cpu_free} of "
-        f"{view.config.num_cpu_blocks}"
+        f"{view.config.num_cpu_blocks}",
     ]
     for name in ("running", "swapped", "waiting"):
         lines += [

@@ -56,13 +56,17 @@ def _load_group(row: dict[str, Any]) -> SequenceGroup:
     return group
 
 
-def replay(path: str | Path) -> Replay:
-    """Run a dump again.  The scheduler's class is imported by the name in the file, so planted faults return too."""
+def replay(path: str | Path, kind: Any = None) -> Replay:
+    """Run a dump again.  The scheduler's class is imported by the name in the file, so planted faults return too.
+
+    kind: the class, where the name is of no use elsewhere: that of a script, or of a function's own class.
+    """
     content = json.loads(Path(path).read_text())
-    module, _, name = content["scheduler"].partition(":")
-    kind: Any = importlib.import_module(module)
-    for part in name.split("."):
-        kind = getattr(kind, part)
+    if kind is None:
+        module, _, name = content["scheduler"].partition(":")
+        kind = importlib.import_module(module)
+        for part in name.split("."):
+            kind = getattr(kind, part)
     with lifted():
         return _run(content, load_state(content["state"], kind))
 

@@ -109,7 +109,10 @@ class Codec:
         """The key in two: all but the waiting groups, which come one by one."""
         if s._plan is not None or s._aborting:
             raise UnfaithfulError
-        core = [bytes((len(s.running), len(s.swapped), s.decodes_owed, *[getattr(s, name) for name in self.extra]))]
+        try:
+            core = [bytes((len(s.running), len(s.swapped), s.decodes_owed, *[getattr(s, name) for name in self.extra]))]
+        except (ValueError, TypeError):
+            raise TypeError(self._out_of_range(s)) from None
         arrival = -1
         groups = s.groups
         count = 0
@@ -146,6 +149,15 @@ class Codec:
         if count != len(groups) or not filed_as_due(s):
             raise UnfaithfulError
         return b"".join(core), tuple(waiting)
+
+    def _out_of_range(self, s: Any) -> str:
+        """Which field of a policy's own no byte can hold."""
+        fields = {name: getattr(s, name) for name in self.extra}
+        wrong = {name: value for name, value in fields.items() if not isinstance(value, int) or not 0 <= value < 256}
+        name, value = next(iter(wrong.items()))
+        return (
+            f"{type(s).__name__}.{name} is {value!r}; a field that a policy adds must be a bool or an int from 0 to 255"
+        )
 
     def head(self, g: Any) -> tuple[bytes, bytes, Callable[[Any], Any], Any]:
         """What stands for a group in the key; its blocks; what reads their references, and what these must be."""

@@ -50,6 +50,8 @@ SKETCHES: dict[str, Sketch] = {
     "two branches, little swap": Sketch(7, 4, 2, 4, 4, ((1, 2, 4), (3, 1, 4), (3, 2, 3)), 3),
     "two branches, failures": Sketch(7, 3, 1, 4, 4, ((1, 2, 3), (1, 1, 4)), 3, fails=True),
     "two branches, no swap": Sketch(6, 0, 2, 5, 5, ((3, 2, 4), (2, 1, 5)), 3, mode="recompute"),
+    "three branches": Sketch(8, 4, 2, 6, 6, ((3, 3, 3), (2, 1, 3)), 2),
+    "four at once": Sketch(6, 2, 1, 4, 4, ((1, 1, 3), (2, 1, 2)), 4),
     "prefill-first, two branches": Sketch(6, 3, 2, 6, 6, ((1, 2, 3), (3, 1, 4)), 3, chunked=False),
     "prefill-first, one branch": Sketch(5, 1, 1, 5, 4, ((1, 1, 4), (2, 1, 3)), 3, chunked=False, watermark=1),
     "prefill-first, no swap": Sketch(6, 0, 2, 6, 6, ((1, 2, 4), (3, 1, 4)), 2, chunked=False, mode="recompute"),
