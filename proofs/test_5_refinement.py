@@ -25,7 +25,14 @@ CHOICES = {
     *("DecodesNeverOwed", "PreemptsOneBlockEarly", "NoDemotion", "DemotesOneTooMany", "AlwaysRecomputes"),
     *("AdmitsNobody", "ChunkIsHalved", "RefusesNothing"),
 }
-IDS = {"KeepsDemotedSwapOut", "RowsBeginAtZero", "DrawsEveryChunk", "CountsDecodesAsPrefill", "FinishedStay"} | {
+IDS = {
+    "DueOneBeatLate",
+    "KeepsDemotedSwapOut",
+    "RowsBeginAtZero",
+    "DrawsEveryChunk",
+    "CountsDecodesAsPrefill",
+    "FinishedStay",
+} | {
     *("FinishedBranchReturns", "SharesAllOfThePrompt", "ForgetsCopies", "TablesReversed", "StoppedStayListed"),
 }
 
