@@ -74,6 +74,9 @@ class DisagreementError(AssertionError):
 State = TypeVar("State")
 Outcome = TypeVar("Outcome")
 
+PATIENCE = 20_000  # milliseconds for a query that takes a few as a rule
+AGAIN = (2, 6, 2)  # Z3's arithmetic solvers, tried in turn when one finds no end
+
 _active: list[Executor] = []  # the executor whose run is under way is the last
 
 
@@ -100,6 +103,7 @@ class Executor:
     def __init__(self, hypothesis: Iterable[Bool] = ()) -> None:
         self.solver = z3.SimpleSolver()
         self.solver.set("arith.solver", 2)  # on quotients steadier than what SolverFor("QF_LIA") takes
+        self.solver.set("timeout", PATIENCE)
         self.queries = 0
         for part in hypothesis:
             self.solver.add(part if isinstance(part, bool) else part.term)
@@ -196,10 +200,18 @@ class Executor:
         try:
             if also is not None:
                 self.solver.add(also.term)
-            answer = self.solver.check()
+            answer, solver = self.solver.check(), self.solver
+            for arithmetic in AGAIN:
+                if answer != z3.unknown:
+                    break
+                # what a query costs depends on all that the process asked before: a context of its own forgets that
+                solver = self.solver.translate(z3.Context())
+                solver.set("arith.solver", arithmetic)
+                solver.set("timeout", 6 * PATIENCE)
+                answer = solver.check()
             if answer == z3.unknown:
-                raise Undecided(self.solver.reason_unknown())
-            return Valuation.of(self.solver.model()) if answer == z3.sat else None
+                raise Undecided(solver.reason_unknown())
+            return Valuation.of(solver.model()) if answer == z3.sat else None
         finally:
             self.solver.pop()
 
