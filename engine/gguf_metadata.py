@@ -95,4 +95,21 @@ class GGUFHeader:
             return list(self._numbers(_SCALARS[inner], count))
         if inner != _STRING:
             raise self.broken(f"an array of type {inner} at byte {self.at}")
-        return [self.string() for _ in range(count)]
+        return self._strings(count)
+
+    def _strings(self, count: int) -> list[str]:
+        """What `string` would read, one after the other, in fewer calls: a vocabulary has a hundred thousand."""
+        data, end, at = self.data, len(self.data), self.at
+        length, texts = struct.Struct("<Q").unpack_from, []
+        for _ in range(count):
+            begin = at + 8
+            if begin > end:
+                break
+            at = begin + length(data, at)[0]
+            if at > end:
+                break
+            texts.append(data[begin:at].decode("utf-8", "replace"))
+            self.at = at
+        if len(texts) < count:
+            self.string()  # says what is wrong
+        return texts

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.gguf_metadata import read_gguf_metadata
 from engine.models import load
 from engine.models.errors import ModelLoadError
 from engine.models.gguf_file import GGUFFile
@@ -396,6 +397,22 @@ def test_a_damaged_gguf_file_is_named(saved: Path, tmp_path: Path) -> None:
         path.write_bytes(whole[:start] + patch + whole[start + len(patch) :])
         with pytest.raises(ModelLoadError, match=r"m\.gguf"):
             load_config(str(path))
+
+
+def test_an_array_of_strings_is_read_whole_or_the_file_is_called_cut_off(tmp_path: Path) -> None:
+    texts = ["", "a", "\u0120the", "x" * 300]
+    packed = b"".join(struct.pack("<Q", len(text.encode())) + text.encode() for text in texts)
+    before = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 8, len(texts))
+    path = tmp_path / "m.gguf"
+    for keep in range(len(packed)):
+        path.write_bytes(before + packed[:keep])
+        with pytest.raises(ValueError, match=r"m\.gguf is damaged or truncated: (a string of \d+ bytes|1 numbers) at"):
+            read_gguf_metadata(path)
+    path.write_bytes(before + packed)
+    assert read_gguf_metadata(path) == {"k": texts}
+    path.write_bytes(before + packed[:8] + b"\xff" * 8 + packed[16:])  # longer than any file
+    with pytest.raises(ValueError, match=f"a string of {2**64 - 1} bytes at byte"):
+        read_gguf_metadata(path)
 
 
 def test_an_unsupported_gguf_architecture_is_named(tmp_path: Path) -> None:
