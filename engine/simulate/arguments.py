@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from engine.simulate.cost import DEFAULT
+from engine.simulate.cost import DEFAULT, presets
 from engine.simulate.policies import POLICIES
 
 
@@ -30,7 +30,12 @@ def add_simulate(command: Callable[[str, Any, str], argparse.ArgumentParser]) ->
     system = parser.add_argument_group("system")
     add = system.add_argument
     add("--policy", default="strict", metavar="NAME", help=f"{names}, or module:Class as for lawful check")
-    add("--cost-model", default=DEFAULT, metavar="C", help="a preset, a .json file (see --fit), or step=0.01,...")
+    add(
+        "--cost-model",
+        default=DEFAULT,
+        metavar="C",
+        help=f"{', '.join(presets())}, a .json file (see --fit), or step=0.01,...",
+    )
     add("--gpu-blocks", type=int, default=2048, metavar="N", help="size of the KV pool")
     add("--swap", type=int, default=512, metavar="N", help="size of the swap area in blocks")
     add("--block-size", type=int, default=16, metavar="N", help="tokens of a block")
@@ -57,6 +62,12 @@ def add_simulate(command: Callable[[str, Any, str], argparse.ArgumentParser]) ->
     )
     fit.add_argument("--model", default="smollm2-135m", metavar="NAME", help="of --fit: as for lawful generate")
     fit.add_argument("--device", default="auto", metavar="NAME", help="of --fit: auto, cpu or cuda")
+    fit.add_argument(
+        "--fit-clock",
+        default="wall",
+        metavar="NAME",
+        help="of --fit: wall, or processor for a CPU that others use too, with OMP_NUM_THREADS=1",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
     if args.fit:
         from engine.simulate.fit import fit_command
 
-        return fit_command(args.fit, args.model, args.device, progress=not args.quiet)
+        return fit_command(args.fit, args.model, args.device, progress=not args.quiet, clock=args.fit_clock)
     names = Options.__dataclass_fields__
     options = Options(**{name: getattr(args, name) for name in names if hasattr(args, name)})
     if args.plot:

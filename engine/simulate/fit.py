@@ -2,6 +2,9 @@
 
 Errors count relative to the time of their step, since steps differ by a factor of a hundred and most are short.
 A cost that would come out negative is left out, and the rest solved again.
+
+Times are wall times.  On a machine that others use, processor time tells what the step itself took: that is the time of
+all threads together, so it stands for the time of a step only where there is one, and never for a GPU's.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -37,6 +40,7 @@ logger = logging.getLogger("lawful")
 
 Load = Sequence[tuple[int, int, int]]  # (prompt tokens, branches, output tokens) of requests that come at once
 COLUMNS = ("step", "prefill_token", "decode_token", "prefill_pair", "decode_kv", "swapped_token", "copied_token")
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
 LEAST_STEPS = 5  # a cost that fewer steps have is noise, and stays 0
 
 WARM_UP: Load = [(64, 1, 4)]
@@ -80,10 +84,10 @@ class _Watched:
         return self.runner.execute(plan, requests)
 
 
-def measure(core: EngineCore, loads: Iterable[Load]) -> list[Step]:
+def measure(core: EngineCore, loads: Iterable[Load], clock: Callable[[], float] = time.perf_counter) -> list[Step]:
     """Run every load to its end, after one short request that is not counted; the steps with their times.
 
-    A step's time is that of `EngineCore.step`: schedule, execute, sample, text, update.
+    A step's time is that of `EngineCore.step`: schedule, execute, sample, text, update; in seconds of the clock.
     """
     watched = _Watched(core.runner)
     core.runner = watched
@@ -96,9 +100,9 @@ def measure(core: EngineCore, loads: Iterable[Load]) -> list[Step]:
                 core.add_request(core.new_id(), ids, SamplingParams(n=n, max_tokens=tokens, ignore_eos=True))
             while core.has_unfinished_requests():
                 watched.work = None
-                begun = time.perf_counter()
+                begun = clock()
                 core.step()
-                seconds = time.perf_counter() - begun
+                seconds = clock() - begun
                 if number > 0 and watched.work is not None and any(watched.work):
                     steps.append(Step(watched.work, seconds))
     finally:
@@ -155,8 +159,13 @@ def fit(steps: Sequence[Step], name: str = "fitted", source: str = "") -> Fit:
     )
 
 
-def fit_command(path: str, model: str, device: str, progress: bool, loads: Sequence[Load] = LOADS) -> int:
-    """Measure `model` here, write its cost model to `path` and print it; 0."""
+def fit_command(
+    path: str, model: str, device: str, progress: bool, loads: Sequence[Load] = LOADS, clock: str = "wall"
+) -> int:
+    """Measure `model` here, write its cost model to `path` and print it; 0.
+
+    clock: a name of CLOCKS.  Raises ValueError where the processor's time would not be the time of a step.
+    """
     from engine.llm import build_core
 
     if not path.endswith(".json"):
@@ -164,6 +173,7 @@ def fit_command(path: str, model: str, device: str, progress: bool, loads: Seque
     if not Path(path).resolve().parent.is_dir():
         raise ValueError(f"--fit is {path!r}; there is no such directory")
     args = EngineArgs(model=model, device=device, preemption_mode="swap", disable_log_stats=True, **POOL)  # type: ignore[arg-type]
+    threads = check_clock(clock, args.resolve_device())
     level = logger.level
     logger.setLevel(logging.ERROR)  # preemptions are what is wanted here
     try:
@@ -171,14 +181,15 @@ def fit_command(path: str, model: str, device: str, progress: bool, loads: Seque
         if progress and sys.stderr.isatty():
             from tqdm import tqdm
 
-            steps = measure(core, tqdm(loads, unit="load", dynamic_ncols=True))
+            steps = measure(core, tqdm(loads, unit="load", dynamic_ncols=True), CLOCKS[clock])
         else:
-            steps = measure(core, loads)
+            steps = measure(core, loads, CLOCKS[clock])
     finally:
         logger.setLevel(level)
     kind = args.resolve_device()
-    place = f"{os.cpu_count()} cores, {platform.machine()}" if kind == "cpu" else kind
-    source = f"lawful simulate --fit, {Path(model).name}, {place}, {datetime.date.today()}"
+    cores = f"{threads} thread{'s' if threads > 1 else ''} on {os.cpu_count()} cores, {platform.machine()}"
+    place = cores if kind == "cpu" else kind
+    source = f"lawful simulate --fit, {Path(model).name}, {place}, {clock} time, {datetime.date.today()}"
     found = fit(steps, Path(path).stem, source)
     quality = {name: round(getattr(found, name), 4) for name in ("median_error", "p90_error", "r2", "total")}
     content = {**found.cost.to_dict(), "fitted": {"steps": found.steps, **quality}}
@@ -186,6 +197,22 @@ def fit_command(path: str, model: str, device: str, progress: bool, loads: Seque
     _show(found, steps)
     print(f"written to {path}; use it with --cost-model {path}")
     return 0
+
+
+def check_clock(clock: str, device: str) -> int:
+    """Threads that a step computes with.  Raises ValueError where the clock would not tell how long a step takes."""
+    import torch
+
+    if clock not in CLOCKS:
+        raise ValueError(f"--fit-clock is {clock!r}; it must be one of {', '.join(CLOCKS)}")
+    threads = torch.get_num_threads()
+    if clock == "processor" and device != "cpu":
+        raise ValueError(f"--fit-clock is processor and the device {device}; what a GPU does takes no processor time")
+    if clock == "processor" and threads > 1:
+        raise ValueError(
+            f"--fit-clock is processor, which adds up the time of all {threads} threads; set OMP_NUM_THREADS=1"
+        )
+    return threads
 
 
 def _show(found: Fit, steps: Sequence[Step]) -> None:

@@ -169,6 +169,7 @@ def test_without_matplotlib_a_plot_is_refused_before_the_run(
         (("--max-steps", "0"), "--max-steps is 0"),
         (("--fit", "cost.txt"), "its name must end in .json"),
         (("--fit", "no/such/cost.json"), "there is no such directory"),
+        (("--fit", "cost.json", "--fit-clock", "sand"), "--fit-clock is 'sand'; it must be one of wall, processor"),
     ],
 )
 def test_what_cannot_be_done_is_explained(
@@ -178,6 +179,23 @@ def test_what_cannot_be_done_is_explained(
     assert (status, out) == (1, "")
     assert message in err
     assert "Traceback" not in err
+
+
+def test_the_help_lists_the_cost_models(capsys: pytest.CaptureFixture[str]) -> None:
+    from engine.simulate.cost import presets
+
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "--help"])
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert len(presets()) >= 2
+    assert ", ".join(presets()) in shown
+
+
+def test_a_measured_cost_model_is_used_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "--requests", "5", "--rate", "0.01", "--cost-model", "smollm2-135m-cpu", "--json")
+    assert status == 0
+    assert json.loads(out)["cost_model"]["name"] == "smollm2-135m-cpu"
 
 
 def test_refusals_are_shown_by_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from engine.scheduler import Scheduler, SchedulerConfig, SequenceGroup
 from engine.scheduler.contracts import lifted
 from engine.simulate.cost import COSTS, CostModel, Work, load_cost, presets, work_of
-from engine.simulate.fit import COLUMNS, LEAST_STEPS, LOADS, POOL, Step, fit, measure
+from engine.simulate.fit import CLOCKS, COLUMNS, LEAST_STEPS, LOADS, POOL, Step, check_clock, fit, measure
 
 TRUE = CostModel(
     step=0.01, prefill_token=1e-4, decode_token=5e-4, prefill_pair=1e-8, decode_kv=1e-6, swapped_token=2e-6
@@ -44,6 +46,34 @@ def test_the_data_sheet_preset_is_the_arithmetic_of_its_source() -> None:
     assert cost.decode_kv == pytest.approx(kv / memory, rel=0.01)
     assert cost.swapped_token == pytest.approx(kv / link, rel=0.01)
     assert cost.copied_token == pytest.approx(2 * kv / memory, rel=0.01)
+
+
+def test_a_measured_preset_says_how_well_it_fits() -> None:
+    """Beside each preset that was measured: machine, date and errors, in its own file; and the text tells the same."""
+    root = Path(__file__).resolve().parents[2]
+    entries = json.loads((root / "engine" / "data" / "cost_models.json").read_text())
+    texts = [(root / name).read_text() for name in ("docs/performance.md", "engine/data/README.md")]
+    measured = {name: entry for name, entry in entries.items() if not entry["source"].startswith("not measured")}
+    assert list(measured) == ["smollm2-135m-cpu"]
+    for name, entry in measured.items():
+        assert "lawful simulate --fit" in entry["source"]
+        assert "AMD EPYC" in entry["source"]
+        assert "2026-11-30" in entry["source"]
+        fitted = entry["fitted"]
+        assert fitted["steps"] > 300
+        assert fitted["median_error"] < 0.05 < fitted["p90_error"] < 0.15
+        assert all(entry[cost] > 0 for cost in COSTS)
+        for text in texts:
+            assert name in text
+            for part in ("median_error", "p90_error"):
+                assert f"{int(fitted[part] * 1000) / 10} %" in text
+
+
+def test_the_measured_preset_is_of_a_small_model_on_a_core() -> None:
+    """One decode of 100 tokens of context, and a prompt of 512, in seconds of a slow core."""
+    cost = load_cost("smollm2-135m-cpu")
+    assert 0.02 < cost.seconds(Work(0, 1, 0, 100, 0, 0)) < 0.2
+    assert 0.5 < cost.seconds(Work(512, 0, 512 * 513 // 2, 0, 0, 0)) < 5
 
 
 def test_pairs_and_files(tmp_path: Path) -> None:
@@ -155,8 +185,30 @@ def test_the_loads_of_a_fit_hold_every_kind_of_work() -> None:
     assert len(made) < 600, "a fit takes a minute, not an hour"
 
 
+@pytest.mark.parametrize(
+    ("clock", "device", "threads", "message"),
+    [
+        ("sand", "cpu", 1, "--fit-clock is 'sand'; it must be one of wall, processor"),
+        ("processor", "cuda", 1, "what a GPU does takes no processor time"),
+        ("processor", "cpu", 2, "adds up the time of all 2 threads; set OMP_NUM_THREADS=1"),
+    ],
+)
+def test_a_clock_that_would_not_tell_a_steps_time_is_refused(
+    clock: str, device: str, threads: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    with pytest.raises(ValueError) as caught:
+        check_clock(clock, device)
+    assert message in str(caught.value)
+    assert check_clock("wall", device) == threads
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    assert check_clock("processor", "cpu") == 1
+
+
 @pytest.mark.model
-def test_the_embedded_model_is_measured_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_embedded_model_is_measured_step_by_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from engine.config import EngineArgs
     from engine.llm import build_core
     from engine.simulate.fit import fit_command
@@ -168,11 +220,18 @@ def test_the_embedded_model_is_measured_step_by_step(tmp_path: Path, capsys: pyt
     assert sum(step.work.swapped_tokens for step in seen) > 0
     assert all(step.seconds > 0 for step in seen)
     assert type(core.runner).__name__ != "_Watched"
+    ticks = count()
+    timed = measure(core, [[(20, 1, 4)]], lambda: float(next(ticks)))
+    assert [step.seconds for step in timed] == [1.0] * 4, "a step lasts from one reading of the clock to the next"
     path = tmp_path / "here.json"
-    assert (
-        fit_command(str(path), "smollm2-135m", "cpu", False, [[(8, 1, 3)], [(16, 1, 2), (8, 1, 2)], [(4, 1, 3)]]) == 0
-    )
-    written = json.loads(path.read_text())
-    assert written["fitted"]["steps"] == 8
+    short = [[(8, 1, 3)], [(16, 1, 2), (8, 1, 2)], [(4, 1, 3)]]
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    assert set(CLOCKS) == {"wall", "processor"}
+    for clock in CLOCKS:
+        assert fit_command(str(path), "smollm2-135m", "cpu", False, short, clock) == 0
+        written = json.loads(path.read_text())
+        assert written["fitted"]["steps"] == 8
+        assert f"1 thread on {os.cpu_count()} cores" in written["source"]
+        assert f"{clock} time" in written["source"]
     assert load_cost(str(path)).name == "here"
     assert "error of a step: median" in capsys.readouterr().out
