@@ -2,7 +2,7 @@
 # run    real answers from the embedded model, under memory pressure
 # test   behaviour tests and the quick proofs        proofs  the list of theorems
 # mutants  plant every small change of the scheduler, one by one; goes on where it was interrupted
-# lint   ruff and mypy                               bench   scheduler step and engine throughput
+# lint   ruff and mypy                               bench   scheduler step, proofs, engine throughput
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -40,6 +40,7 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/scheduler_step.py
+	$(BIN)/python -m benchmarks.proofs
 	$(BIN)/lawful bench
 
 clean:

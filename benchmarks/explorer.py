@@ -3,23 +3,26 @@
 python -m benchmarks.explorer [--deep] [--limit N] [--write] [scope ...]
 
 --deep: the scopes of `pytest -m slow` too.  --limit: stop each scope at so many states.  --write: put the table into
-benchmarks/results/explorer.md.  Times are processor time of one process; every law is checked.
+benchmarks/results, as explorer.json, which docs/build.py shows, and explorer.md.  Times are processor time of one
+process; every law is checked.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from engine.scheduler import Scheduler
+from engine.scheduler.contracts import lifted
 from proofs.scopes import DEEP, LARGE, SMALL, Scope, new_group
 from spec.check import explore, forms
 from spec.check.codec import Codec
@@ -27,8 +30,18 @@ from spec.check.explore import Checks
 from spec.check.image import Image
 from spec.check.shadow import Shadow
 
-RESULTS = Path(__file__).parent / "results" / "explorer.md"
+RESULTS = Path(__file__).parent / "results"
 PARTS = ("scheduler", "laws", "compare", "load", "encode", "rest")
+COLUMNS = ("scope", "states", "transitions", "steps run", "states/s", "transitions/s", *PARTS)
+MEANING = """\
+All laws are checked.  Processor time of one process; the shares are of a run of at most 10,000 states with a clock \
+around every part, which shifts them somewhat towards the parts with many short calls.
+steps run: outcomes of steps that the code that serves was run for; the other steps differ from one of these only in \
+waiting groups that it never looked at, and are shown to go the same by running it with these sealed (counted here too).
+scheduler: schedule, update, add, abort of the code that serves.  laws: predicates, views for them, shadow pools.  \
+compare: the live scheduler against a step that was checked in full, and taking such images.  load: making the \
+scheduler what it was.  encode: keys of states and back.
+"""
 
 
 class Stopwatch:
@@ -105,48 +118,58 @@ def main() -> None:
     scopes = {**LARGE, **SMALL, **(DEEP if options.deep else {})}
     if options.scope:
         scopes = {name: {**scopes, **DEEP}[name] for name in options.scope}
-    lines = [
-        "| scope | states | transitions | steps run | states/s | transitions/s | " + " | ".join(PARTS) + " |",
-        "|---|---|---|---|---|---|" + "---|" * len(PARTS),
-    ]
+    rows: list[list[str]] = []
     states = edges = runs = 0
     seconds = 0.0
     for name, scope in scopes.items():
-        found = explore.explore(
-            scope.world, lambda scope=scope: Scheduler(scope.world.config), new_group, limit=options.limit
-        )
-        assert found.violation is None
-        part = shares(scope, min(options.limit, 10_000))
+        with lifted():  # contracts look at every queue, and what a step looks at decides how often it is run
+            found = explore.explore(
+                scope.world, lambda scope=scope: Scheduler(scope.world.config), new_group, limit=options.limit
+            )
+            assert found.violation is None
+            part = shares(scope, min(options.limit, 10_000))
         states, edges, seconds = states + found.states, edges + found.edges, seconds + found.seconds
         runs += found.runs
-        lines.append(
-            f"| {name}{'' if found.complete else ' (begun)'} | {found.states:,} | {found.edges:,} | {found.runs:,} | "
-            f"{found.rate:,.0f} | {found.edges / found.seconds:,.0f} | "
-            + " | ".join(f"{part[one]:.0%}" for one in PARTS)
-            + " |"
+        title = name if found.complete else f"{name} (begun)"
+        rates = (found.rate, found.edges / found.seconds)
+        rows.append(
+            [title, *counted(found.states, found.edges, found.runs, *rates), *(f"{part[p]:.0%}" for p in PARTS)]
         )
-        print(lines[-1], flush=True)
-    lines.append(
-        f"| all | {states:,} | {edges:,} | {runs:,} | {states / seconds:,.0f} | {edges / seconds:,.0f} |"
-        + " |" * len(PARTS)
-    )
-    print(lines[-1])
+        print(line(rows[-1]), flush=True)
+    rows.append(["all", *counted(states, edges, runs, states / seconds, edges / seconds), *[""] * len(PARTS)])
+    print(line(rows[-1]))
     if options.write:
-        RESULTS.write_text(
-            "# Explorer: states and transitions a second and core\n\n"
-            f"`python {' '.join(['-m benchmarks.explorer', *sys.argv[1:]])}`, {datetime.date.today()}, "
-            f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores.\n\n"
-            "All laws are checked.  Processor time of one process; the shares are of a run of at most 10,000 states "
-            "with a clock around every part, which shifts them somewhat towards the parts with many short calls.\n"
-            "steps run: outcomes of steps that the code that serves was run for; the other steps differ from one of "
-            "these only in waiting groups that it never looked at, and are shown to go the same by running it with "
-            "these sealed (counted here too).\n"
-            "scheduler: schedule, update, add, abort of the code that serves.  laws: predicates, views for them, "
-            "shadow pools.  compare: the live scheduler against a step that was checked in full, and taking such "
-            "images.  load: making the scheduler what it was.  encode: keys of states and back.\n\n"
-            + "\n".join(lines)
-            + "\n"
-        )
+        write(rows, " ".join(["python -m benchmarks.explorer", *sys.argv[1:]]))
+
+
+def counted(*numbers: float) -> list[str]:
+    """Cells of counts and rates."""
+    return [f"{number:,.0f}" for number in numbers]
+
+
+def line(cells: Iterable[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def write(rows: list[list[str]], command: str) -> None:
+    """The table as JSON, as every result that docs/build.py shows, and the same in Markdown."""
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, processor time of one process, Python"
+    result = {
+        "section": "proofs",
+        "title": "Explorer: every reachable state",
+        "command": command,
+        "machine": f"{machine} {platform.python_version()}",
+        "date": datetime.date.today().isoformat(),
+        "tables": [{"title": "all laws on every state, step and round", "columns": COLUMNS, "rows": rows}],
+    }
+    (RESULTS / "explorer.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "explorer.md").write_text(
+        "# Explorer: states and transitions a second and core\n\n"
+        f"`{command}`, {result['date']}, {result['machine']}.\n\n{MEANING}\n"
+        + "\n".join([line(COLUMNS), "|" + "---|" * len(COLUMNS), *map(line, rows)])
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """What HTTP streaming costs: the same load through `LLM.generate` and through a server process, in one run.
 
-    python benchmarks/server_overhead.py [--batch 16] [--input-len 64] [--output-len 64] [--rounds 3]
+    python benchmarks/server_overhead.py [--batch 16] [--input-len 64] [--output-len 64] [--rounds 3] [--write]
 
 Prints tokens per second of both, round by round in turn, and the ratio of their medians.  Ends with status 1 below
---least (0.9 unless given).
+--least (0.9 unless given).  Wall time: on a machine that others use at the same time the figures mean nothing.
+--write: put the table into benchmarks/results/server_overhead.json, which docs/build.py shows.
 """
 
 from __future__ import annotations
@@ -11,18 +12,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from engine.bench_serve import Item, Load, run
 from engine.config import EngineArgs
 from engine.llm import LLM, build_core
 from engine.sampling import SamplingParams
+
+RESULTS = Path(__file__).parent / "results" / "server_overhead.json"
+SETTINGS = ("OMP_NUM_THREADS", "LAWFUL_CONTRACTS")  # of the environment, and told with the command
+Pair = tuple[float, float]  # tokens/s of LLM.generate and of HTTP streaming, in one round
 
 
 def main() -> int:
@@ -33,6 +43,7 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--least", type=float, default=0.9, help="the least ratio that is good enough")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}, which docs/build.py shows")
     args = parser.parse_args()
     limits = {"max_model_len": 1024, "max_num_seqs": max(16, args.batch)}
     llm = LLM.from_core(build_core(EngineArgs(model=args.model, disable_log_stats=True, **limits)))
@@ -75,9 +86,38 @@ def compare(args: argparse.Namespace, llm: LLM, url: str) -> int:
     pairs = [(alone(), served()) for _ in range(args.rounds)]
     for direct, http in pairs:
         print(f"LLM.generate {direct:8.1f} tokens/s   HTTP streaming {http:8.1f} tokens/s   ratio {http / direct:.3f}")
-    ratio = statistics.median(http for _, http in pairs) / statistics.median(direct for direct, _ in pairs)
+    direct, http = medians(pairs)
+    ratio = http / direct
+    if args.write:
+        RESULTS.write_text(json.dumps(document(pairs, args), indent=1) + "\n")
     print(json.dumps({"batch": args.batch, "ratio_of_medians": round(ratio, 4), "cores": os.cpu_count()}))
     return 0 if ratio >= args.least else 1
+
+
+def medians(pairs: Sequence[Pair]) -> Pair:
+    """Of each over the rounds."""
+    return statistics.median(direct for direct, _ in pairs), statistics.median(http for _, http in pairs)
+
+
+def document(pairs: Sequence[Pair], args: argparse.Namespace) -> dict[str, Any]:
+    """The table as docs/build.py reads it: round by round, then the medians with their ratio."""
+    named = [*((str(i), pair) for i, pair in enumerate(pairs, 1)), ("median", medians(pairs))]
+    set_to = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
+    return {
+        "section": "server",
+        "title": "Server overhead",
+        "command": " ".join([*set_to, "python benchmarks/server_overhead.py", shlex.join(sys.argv[1:])]).strip(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "tables": [
+            {
+                "title": f"{args.batch} requests at once, prompt {args.input_len}, output {args.output_len}, "
+                f"on {args.model}",
+                "columns": ["round", "LLM.generate, tokens/s", "HTTP streaming, tokens/s", "ratio"],
+                "rows": [[name, f"{a:.1f}", f"{b:.1f}", f"{b / a:.3f}"] for name, (a, b) in named],
+            }
+        ],
+    }
 
 
 if __name__ == "__main__":
