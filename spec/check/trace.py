@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spec import plain, views
+from spec.check.header import wrong_header
 from spec.check.shadow import _BRANCH, _GROUP, Shadow
 from spec.laws import BY_ID, IDS_STEP, Law
 from spec.laws_ids import computed
@@ -484,6 +485,8 @@ class Auditor:
         self.seen.lines = number = self.seen.lines + 1
         if self.ended:
             return [Finding(number, None, "there is a line after the trailer")]
+        if text.endswith("\n") and not text.strip():
+            return [Finding(number, None, "the line is blank: no trace has blank lines")]
         if not text.endswith('"}\n') or len(text) <= _SUFFIX:
             return [Finding(number, None, "the line is cut off: the trace ends in the middle of it")]
         body, stated = text[:-_SUFFIX] + "}", text[-35:-3]
@@ -528,6 +531,8 @@ class Auditor:
             raise _Wrong("this is not the header of a trace")
         if line["format"] != FORMAT:
             raise _Wrong(f"the format is {line['format']}; this audit reads {FORMAT}")
+        if wrong := wrong_header(line):
+            raise _Wrong(wrong)
         self.books = _Books(line, self.in_full)
         self.step = line["steps"]
 
