@@ -70,9 +70,10 @@ WORKLOADS = [Workload(1, 128, 128), Workload(16, 128, 64), Workload(32, 256, 64)
 Run = Callable[[Workload], int]  # serves the workload, returns the tokens generated
 
 
-def lawful(dtype: str) -> Run:
+def lawful(dtype: str, quantization: str | None = None) -> Run:
     """This engine."""
-    llm = LLM.from_core(build_core(EngineArgs(model=MODEL, dtype=dtype, disable_log_stats=True, swap_space=0)))
+    args = EngineArgs(model=MODEL, dtype=dtype, quantization=quantization, disable_log_stats=True, swap_space=0)
+    llm = LLM.from_core(build_core(args))
 
     def run(load: Workload) -> int:
         params = SamplingParams(
@@ -190,6 +191,8 @@ SUBJECTS: dict[str, Callable[[], Run]] = {
     "lawful-float32": lambda: lawful("float32"),
     "lawful-float16": lambda: lawful("float16"),
     "lawful-bfloat16": lambda: lawful("bfloat16"),
+    "lawful-gguf-float32": lambda: lawful("float32", "gguf"),
+    "lawful-gguf-float16": lambda: lawful("float16", "gguf"),
     "torch-float32": lambda: PlainTorch(torch.float32),
     "torch-bfloat16": lambda: PlainTorch(torch.bfloat16),
     "transformers-float32": lambda: transformers(torch.float32),

@@ -146,6 +146,7 @@ _ENGINE_HELP = {
     "tokenizer": "where the tokenizer is, if not with the model",
     "dtype": "auto, float32, float16 or bfloat16",
     "kv_cache_dtype": "auto (the model's), fp8 or fp8_e4m3: 8 bits for keys and values",
+    "quantization": "gguf: multiply a few rows with the 4 or 8 bits of a .gguf file as they are, on a CPU",
     "seed": "of the engine: draws of requests without a seed follow from it",
     "max_model_len": "most tokens of a sequence (default: the model's)",
     "block_size": "tokens of a KV cache block",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 CPU_POOL_LIMIT = 4 * GIB  # a pool in main memory beyond this only postpones preemption
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = (None, "gguf")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 
 
@@ -43,7 +44,8 @@ class EngineArgs:
     device: auto, cpu or cuda.  load_format: auto, safetensors, pt, gguf or dummy (random weights).
     disable_log_stats: no log line every five seconds.
     record_trace: a file that the scheduler's trace is written to, one line a step, for `lawful audit`.
-    tensor_parallel_size, quantization, trust_remote_code: only 1, None and False are supported.
+    quantization: None, or "gguf": on a CPU, multiply a few rows with the 4 or 8 bits of a .gguf file as they are.
+    tensor_parallel_size, trust_remote_code: only 1 and False are supported.
     """
 
     model: str = "smollm2-135m"
@@ -74,7 +76,9 @@ class EngineArgs:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model is {self.model!r}; it must be a path or the name of an embedded model")
-        for name, only in (("tensor_parallel_size", 1), ("quantization", None), ("trust_remote_code", False)):
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"quantization is {self.quantization!r}; allowed are None and 'gguf'")
+        for name, only in (("tensor_parallel_size", 1), ("trust_remote_code", False)):
             if getattr(self, name) != only:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; only {only!r} is supported")
         if self.device not in DEVICES:

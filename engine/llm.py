@@ -48,7 +48,7 @@ def build_core(args: EngineArgs) -> EngineCore:
     tokenizer: Tokenizer | None = None
     if not args.skip_tokenizer_init:
         tokenizer = get_tokenizer(args.tokenizer or locate_model(args.model).path)
-    model = load_model(args.model, dtype, device, args.load_format, seed=args.seed or 0)
+    model = load_model(args.model, dtype, device, args.load_format, args.seed or 0, args.quantization)
     eos = set(model_config.eos_token_ids) | set(tokenizer.eos_token_ids if tokenizer else ())
     sampler = Sampler(model_config.vocab_size, frozenset(eos))
     memory = None

@@ -1,6 +1,6 @@
 """Tensor operations of a step: one file each, with formula, torch reference, Triton kernel and launcher.
 
-Imports torch and Triton alone, and torch alone where Triton is not installed.
+Imports torch and Triton alone (and llvmlite, for the one kernel for CPUs), and torch alone where these are missing.
 """
 
 import importlib.metadata

@@ -19,7 +19,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "spec": ({"spec"}, {"z3", "icontract"}),
     "engine.scheduler": ({"spec", "engine.scheduler"}, {"icontract"}),
     "engine": ({"spec", "engine", "engine.scheduler", "kernels"}, None),
-    "kernels": ({"kernels"}, {"torch", "triton"}),
+    "kernels": ({"kernels"}, {"torch", "triton", "llvmlite"}),
 }
 
 

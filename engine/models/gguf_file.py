@@ -19,8 +19,10 @@ from torch import Tensor
 from engine.gguf_metadata import GGUFHeader
 from engine.models.errors import ModelLoadError
 from engine.models.fields import Fields
+from kernels.quantized_rows import QuantizedWeight
 
 _PIECE = 1 << 16  # values dequantized at a time: 256 KiB, with its temporaries about the size of an L2 cache
+_BLOCKS = {GGMLQuantizationType.Q4_0: 1, GGMLQuantizationType.Q4_1: 2, GGMLQuantizationType.Q8_0: 1}  # scale, offset
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -86,6 +88,25 @@ class GGUFFile:
         if offset + num_bytes > len(self._data):
             raise self._broken(f"tensor '{name}' ends at byte {offset + num_bytes}, the file at {len(self._data)}")
         return TensorInfo(shape, kind, offset, num_bytes)
+
+    def blocks(self, name: str) -> QuantizedWeight | None:
+        """A matrix of type Q4_0, Q4_1 or Q8_0 as it is stored, copied; None for another type, or no matrix."""
+        info = self.tensors[name]
+        if info.kind not in _BLOCKS or len(info.shape) != 2:
+            return None
+        raw = np.frombuffer(self._data, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+        numbers = torch.from_numpy(raw.copy()).view(info.shape[0], info.shape[1] // 32, -1)
+        halves = _BLOCKS[info.kind]
+        scale, codes = numbers[..., :2].contiguous().view(torch.float16).squeeze(-1), numbers[..., 2 * halves :]
+        if info.kind == GGMLQuantizationType.Q8_0:
+            return QuantizedWeight(codes.contiguous().view(torch.int8), scale, None)
+        if info.kind == GGMLQuantizationType.Q4_1:
+            offset = numbers[..., 2:4].contiguous().view(torch.float16).squeeze(-1)
+        else:
+            offset = scale * -8  # codes of Q4_0 are 8 too large
+            if not torch.equal(offset.float(), scale.float() * -8):
+                return None  # beyond float16: the file is like no other
+        return QuantizedWeight(codes.contiguous(), scale, offset)
 
     def tensor(self, name: str) -> Tensor:
         """The tensor on the CPU, in its own float type, or float32 if it is quantized.  A copy.

@@ -9,6 +9,8 @@ kept.  Measured on two Zen cores without AVX-512 (benchmarks/results/cpu_engine.
   of a row is the same to the last bit in any batch, so nothing of a schedule shows in it.
 - `HalfLinear`, FBGEMM's weights of 16 bits against rows of float32: a third to a half of the time, since the weights
   are half the bytes.  For float16 and bfloat16 on CPUs that have no product in these types; summed in float32.
+
+`QuantizedLinear` keeps, beside one of these, the blocks of a GGUF file, and multiplies a few rows with them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import uses_triton
+from kernels.quantized_rows import QuantizedProduct, QuantizedWeight
 
 Linear = Callable[[Tensor], Tensor]
 Pack = Callable[[Tensor, Tensor | None], Linear]
@@ -63,6 +66,25 @@ class HalfLinear:
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = self._multiply(x, self._weight)
         return y
+
+
+class QuantizedLinear:
+    """Up to `few` rows by the blocks of the weight as its file has them, more by `many`, which holds the same weight.
+
+    With one row the time is that of reading the weight, and 4 bits are read fastest; with many it is that of the sums.
+    """
+
+    def __init__(self, blocks: QuantizedWeight, bias: Tensor | None, many: Linear) -> None:
+        """Raises RuntimeError where `kernels.quantized_rows` cannot be compiled."""
+        self._few, self._many = QuantizedProduct(blocks, bias), many
+        self.few = FEW[type(many)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._few(x.float()).to(x.dtype) if len(x) <= self.few else self._many(x)
+
+
+# Measured: from one row more on the other form is the faster one (benchmarks/results/cpu_engine.md).
+FEW: dict[Any, int] = {PackedLinear: 6, HalfLinear: 2, PlainLinear: 6}
 
 
 def packing(dtype: torch.dtype, device: torch.device) -> tuple[Pack, torch.dtype]:

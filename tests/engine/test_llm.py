@@ -299,7 +299,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
         ({"device": "tpu"}, "device is 'tpu'; allowed are auto, cpu, cuda"),
         ({"seed": "x"}, "seed is 'x'; it must be an int or None"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2; only 1 is supported"),
-        ({"quantization": "awq"}, "quantization is 'awq'; only None is supported"),
+        ({"quantization": "awq"}, "quantization is 'awq'; allowed are None and 'gguf'"),
         ({"trust_remote_code": True}, "trust_remote_code is True; only False is supported"),
         ({"dtype": "int7"}, "dtype 'int7' is not supported; use auto, float32"),
         ({"load_format": "zip"}, "load_format 'zip' is not one of auto, safetensors, pt, gguf, dummy"),

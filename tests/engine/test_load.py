@@ -19,13 +19,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.gguf_metadata import read_gguf_metadata
-from engine.models import load
+from engine.models import linear, load
 from engine.models.errors import ModelLoadError
 from engine.models.gguf_file import GGUFFile
 from engine.models.llama import LlamaModel
 from engine.models.load import load_config, load_model, locate_model, resolve_dtype
-from engine.models.weights import gguf_name
+from engine.models.weights import GGUFWeights, gguf_name
 from engine.scheduler.errors import ConfigError
+from kernels import quantized_rows
+from kernels.dispatch import choose
+from kernels.quantized_rows import dequantize, why_not
 from tests.engine.paged import LLAMA3_ROPE, make_checkpoint, model_runner, request, row, run
 
 PROMPT = [5, 88, 14, 3, 77, 41, 9, 62, 100, 23, 7]
@@ -295,8 +298,17 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
-def write_gguf(path: Path, model: Any, architecture: str = "llama", divisors: np.ndarray | None = None) -> None:
-    """A small GGUF file of a transformers model, made by the gguf package's writer."""
+def write_gguf(
+    path: Path,
+    model: Any,
+    architecture: str = "llama",
+    divisors: np.ndarray | None = None,
+    kinds: dict[str, str] | None = None,
+) -> None:
+    """A small GGUF file of a transformers model, made by the gguf package's writer.
+
+    kinds: quantized types by a part of the file's tensor names.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -317,7 +329,12 @@ def write_gguf(path: Path, model: Any, architecture: str = "llama", divisors: np
             values = permute(values, config.num_attention_heads)
         if architecture == "llama" and ".k_proj" in name:
             values = permute(values, config.num_key_value_heads)
-        writer.add_tensor(gguf_name(name), values)
+        kind = next((kind for part, kind in (kinds or {}).items() if part in gguf_name(name)), None)
+        if kind is None:
+            writer.add_tensor(gguf_name(name), values)
+        else:
+            quantized = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, quantized), raw_dtype=quantized)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors)
     writer.write_header_to_file()
@@ -338,6 +355,86 @@ def test_a_gguf_file_gives_the_same_model(name: str, architecture: str, tmp_path
     torch.testing.assert_close(from_file, logits(tmp_path), rtol=1e-5, atol=1e-5)
     assert load_config(str(tmp_path / "model.gguf")).eos_token_ids == (2,)
     assert GGUFFile(tmp_path / "model.gguf").metadata["tokenizer.ggml.tokens"] == ["<a>", "b", "é"]
+
+
+QUANTIZED = {
+    "attn_q.weight": "Q4_1",
+    "attn_k.weight": "Q4_1",
+    "attn_v.weight": "Q4_1",
+    "attn_output.weight": "Q4_0",
+    "ffn_up.weight": "Q4_1",
+    "ffn_gate.weight": "Q8_0",
+    "ffn_down.weight": "Q8_0",
+    "token_embd": "Q8_0",
+}
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("llama", "llama"), ("llama_tied_with_biases", "llama"), ("qwen2", "qwen2")]
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_blocks_kept_as_they_are_give_the_same_model(
+    name: str, architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, make_checkpoint(name, intermediate_size=64), architecture, kinds=QUANTIZED)
+    kept: list[str] = []
+    original = GGUFWeights.quantized
+
+    def quantized(self: GGUFWeights, names: list[str]) -> Any:
+        found = original(self, names)
+        kept.extend(names if found is not None else [])
+        return found
+
+    monkeypatch.setattr(GGUFWeights, "quantized", quantized)
+    monkeypatch.setattr(linear, "FEW", dict.fromkeys(linear.FEW, quantized_rows.MAX_TOKENS))
+    found = logits(path, dtype=dtype, quantization="gguf")
+    shape = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(found, logits(path, dtype=dtype), **shape)
+    layer = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"]
+    assert {one for one in kept if "layers.0." in one} == {f"model.layers.0.{part}.weight" for part in layer}
+    assert ("model.embed_tokens.weight" in kept) == (name != "llama")  # whose output layer is its own, and plain
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_blocks_of_a_file_are_its_numbers(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, make_checkpoint("llama"), kinds={"attn_q.weight": kind, "ffn_gate": "Q5_0"})
+    file = GGUFFile(path)
+    blocks = file.blocks("blk.1.attn_q.weight")
+    assert blocks is not None
+    assert torch.equal(dequantize(blocks), file.tensor("blk.1.attn_q.weight"))
+    assert file.blocks("blk.1.ffn_gate.weight") is None
+    assert file.blocks("output_norm.weight") is None
+
+
+def test_a_scale_of_q4_0_whose_offset_float16_cannot_hold_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, make_checkpoint("llama"), kinds={"attn_q.weight": "Q4_0"})
+    whole = bytearray(path.read_bytes())
+    at = GGUFFile(path).tensors["blk.0.attn_q.weight"].offset
+    whole[at : at + 2] = np.float16(60000).tobytes()
+    path.write_bytes(whole)
+    assert GGUFFile(path).blocks("blk.0.attn_q.weight") is None
+
+
+def test_quantization_where_it_cannot_be_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'awq' is not one of None, 'gguf'"):
+        load_model(str(saved), quantization="awq")
+    with pytest.raises(ConfigError, match=r"is not read as a \.gguf file"):
+        load_model(str(saved), quantization="gguf")
+    path = tmp_path / "m.gguf"
+    write_gguf(path, make_checkpoint("llama"))
+    with pytest.raises(ConfigError, match=r"is not read as a \.gguf file"):
+        load_model(str(path), quantization="gguf", load_format="dummy")
+    with choose("triton"), pytest.raises(ConfigError, match="it is for the CPU without Triton"):
+        load_model(str(path), quantization="gguf")
+    quantized_rows.compiled.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized_rows, "llvm", None)
+        with pytest.raises(ConfigError, match="the package llvmlite is not installed; leave it away"):
+            load_model(str(path), quantization="gguf")
 
 
 def test_rope_divisors_of_a_gguf_file_are_llama3_scaling(tmp_path: Path) -> None:
