@@ -172,10 +172,13 @@ def compiled(four_bits: bool, offset: bool) -> Run:
     parallel = _share_threads()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features()
     target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
-    )
+    if "x86_64" in target.triple:
+        for needed in ("fma", "f16c"):  # else LLVM calls functions that are nowhere, and ends the process
+            if not features.get(needed):
+                raise RuntimeError(f"the processor has no {needed.upper()} instructions")
+    machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3, jit=True)
     module = llvm.parse_assembly(source(four_bits, offset, parallel))
     module.verify()
     engine = llvm.create_mcjit_compiler(module, machine)

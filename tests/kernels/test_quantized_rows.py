@@ -140,6 +140,20 @@ def test_without_llvmlite_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     quantized_rows.compiled.cache_clear()
 
 
+@needs_llvm
+@pytest.mark.skipif("x86_64" not in os.uname().machine, reason="instructions of x86_64")
+@pytest.mark.parametrize("missing", ["fma", "f16c"])
+def test_a_processor_that_cannot_is_told_before_llvm_ends_the_process(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = quantized_rows.llvm.get_host_cpu_features()
+    features[missing] = False
+    monkeypatch.setattr(quantized_rows.llvm, "get_host_cpu_features", lambda: features)
+    quantized_rows.compiled.cache_clear()
+    assert why_not() == f"the processor has no {missing.upper()} instructions"
+    quantized_rows.compiled.cache_clear()
+
+
 # Every buffer ends, then begins, at a page that nobody may touch: a byte beyond it ends the process.
 GUARDED = """
 import ctypes, mmap, sys
