@@ -118,12 +118,12 @@ class QuantizedProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """(tokens, R) float32 of x (tokens, K) float32.  Not for two threads at once."""
         refuse_unless(
-            x.dtype == torch.float32 and x.ndim == 2 and x.shape[1] == self.columns and 0 < len(x) <= MAX_TOKENS,
+            x.dtype == torch.float32 and x.ndim == 2 and x.shape[1] == self.columns and 0 < x.shape[0] <= MAX_TOKENS,
             lambda: f"x is {x.dtype} {list(x.shape)}; it must be float32 of 1 to {MAX_TOKENS} rows of {self.columns}",
         )
         x = x.contiguous()
-        y = torch.empty((len(x), self._padded))
-        self._task[1], self._task[2], self._task[3] = x.data_ptr(), y.data_ptr(), len(x)
+        y = torch.empty((x.shape[0], self._padded))
+        self._task[1], self._task[2], self._task[3] = x.data_ptr(), y.data_ptr(), x.shape[0]
         self._run(self._task, torch.get_num_threads())
         y = y[:, : self.rows]
         return y if self._bias is None else y + self._bias

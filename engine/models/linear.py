@@ -80,7 +80,7 @@ class QuantizedLinear:
         self.few = FEW[type(many)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._few(x.float()).to(x.dtype) if len(x) <= self.few else self._many(x)
+        return self._few(x.float()).to(x.dtype) if x.shape[0] <= self.few else self._many(x)
 
 
 # Measured: from one row more on the other form is the faster one (benchmarks/results/cpu_engine.md).
