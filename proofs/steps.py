@@ -15,7 +15,8 @@ from typing import Any
 from engine.scheduler import Plan, RefusedError, Scheduler, SequenceGroup
 from proofs.worlds import Shape, World, build
 from spec import views
-from spec.check.symbolic import Report, prove
+from spec.check.report import in_words, of_log
+from spec.check.symbolic import Report, Source, prove
 from spec.law import Law
 from spec.laws import BY_ID, MID, ROUND, STATE, STATE_IN_MID, STEP
 from spec.logic import Bool, conj, every
@@ -59,6 +60,40 @@ def numbers(world: World) -> list[Any]:
     ]
     blocks = scheduler.blocks
     return [queues, blocks.gpu_free, blocks.cpu_free, scheduler.decodes_owed, list(scheduler.groups)]
+
+
+# a broken claim in words
+
+
+def heading(claim: str, shape: Shape) -> list[str]:
+    """What the claim says, and in which world it is broken."""
+    law = BY_ID.get("S8" if claim == "returns" else claim)
+    branches = ", ".join("any" if one is None else f"{one[1]} of {one[0]}" for one in shape.branches) or "any"
+    return [
+        *([str(law)] if law is not None else []),
+        f"shape: {shape.running} running, {shape.swapped} swapped, {shape.waiting} waiting, "
+        f"{shape.forked} beyond their first token; {'chunked' if shape.chunked else 'prefill-first'}, "
+        f"preemption mode {shape.mode.value if shape.mode else 'by width'}, block size {shape.block_size or 'any'}, "
+        f"live branches {branches}",
+    ]
+
+
+def telling(
+    shape: Shape, make: Callable[[Source], Any], act: Callable[[Any], Any], world_of: Callable[[Any], World]
+) -> Callable[[str, Source], list[str]]:
+    """Tells the plain run of a broken claim.  act: carries it out, and returns what `in_words` shows of it."""
+
+    def explain(claim: str, values: Source) -> list[str]:
+        it = make(values)
+        world = world_of(it)
+        return [*heading(claim, shape), *in_words(world.scheduler, lambda: act(it), world.measure)]
+
+    return explain
+
+
+def itself(it: Any) -> Any:
+    """The world is what is built."""
+    return it
 
 
 # schedule
@@ -142,8 +177,19 @@ def prove_schedule(
     shape: Shape, policy: type[Scheduler] = Scheduler, max_failures: int = 1, laws: Callable[..., Any] = step_laws
 ) -> Report:
     """schedule() from any lawful state of this shape keeps every law."""
+
+    def make(source: Source) -> World:
+        return build(shape, source, policy)
+
     return prove(
-        lambda source: build(shape, source, policy), lawful, schedule, laws, planned_numbers, events, max_failures
+        make,
+        lawful,
+        schedule,
+        laws,
+        planned_numbers,
+        events,
+        max_failures,
+        telling(shape, make, lambda world: schedule(world).step.plan, itself),
     )
 
 
@@ -251,25 +297,42 @@ def turn_numbers(turn: Turn) -> list[Any]:
 
 def prove_update(shape: Shape, at: int, policy: type[Scheduler] = Scheduler, max_failures: int = 1) -> Report:
     """One turn of update() on running group `at` of any world in mid-step."""
+
+    def make(source: Source) -> Turn:
+        return midway(shape, source, at, policy)
+
+    def act(turn: Turn) -> list[str]:
+        source, name = turn.world.source, turn.at.request_id
+        happens = [what for what in ("abort", "fail") if source.boolean(what)]
+        happens += [f"branch {branch} stops" for branch in range(turn.at.n) if source.boolean(f"stop.{branch}")]
+        update(turn)
+        return [f"update() of {name}", *happens, *of_log(turn.world.scheduler._log)]
+
     return prove(
-        lambda source: midway(shape, source, at, policy),
+        make,
         lambda turn: [*turn.world.facts, *mid_laws(turn, [turn.at, *turn.later]).values()],
         update,
         turn_laws,
         turn_numbers,
         lambda turn: {action.verb for action in turn.world.scheduler._log},
         max_failures,
+        telling(shape, make, act, lambda turn: turn.world),
     )
 
 
 def prove_landing(shape: Shape) -> Report:
     """With nothing left of the plan the mid-step laws are the state laws."""
+
+    def make(source: Source) -> Turn:
+        return Turn(build(shape, source), None, [], None)  # type: ignore[arg-type]
+
     return prove(
-        lambda source: Turn(build(shape, source), None, [], None),  # type: ignore[arg-type]
+        make,
         lambda turn: [*turn.world.facts, *mid_laws(turn, []).values()],
         lambda turn: turn,
         lambda turn: state_laws(turn.world),
         lambda turn: numbers(turn.world),
+        explain=telling(shape, make, lambda turn: [], lambda turn: turn.world),
     )
 
 
@@ -308,14 +371,19 @@ def round_laws(stepped: Stepped) -> dict[str, Bool]:
 
 def prove_step(shape: Shape, policy: type[Scheduler] = Scheduler, max_failures: int = 1) -> Report:
     """schedule() and update() together take any lawful state of this shape to a lawful state."""
+
+    def make(source: Source) -> World:
+        return build(shape, source, policy)
+
     return prove(
-        lambda source: build(shape, source, policy),
+        make,
         lawful,
         whole_step,
         round_laws,
         lambda stepped: [planned_numbers(stepped.planned), numbers(stepped.planned.world)],
         lambda stepped: {action.verb for action in stepped.planned.step.plan.log},
         max_failures,
+        telling(shape, make, lambda world: of_log(whole_step(world).planned.step.plan.log), itself),
     )
 
 
@@ -362,11 +430,16 @@ def prove_operation(
     also: Callable[[World], Iterable[Bool]] = lambda world: (),
 ) -> Report:
     """The operation takes any lawful state of this shape to a lawful state."""
+
+    def make(source: Source) -> World:
+        return build(shape, source, policy)
+
     return prove(
-        lambda source: build(shape, source, policy),
+        make,
         lambda world: [*lawful(world), *also(world)],
         operation,
         state_laws,
         numbers,
         lambda world: {action.verb for action in world.scheduler._log},
+        explain=telling(shape, make, lambda world: of_log(operation(world).scheduler._log), itself),
     )

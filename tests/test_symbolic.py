@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import z3
 
+import spec.check.patience
 from spec.check.ghost import GhostQueue, Row, in_place, order
 from spec.check.symbolic import (
     Blocked,
@@ -12,6 +13,7 @@ from spec.check.symbolic import (
     DisagreementError,
     Executor,
     Infeasible,
+    Lengthy,
     Symbols,
     SymBool,
     SymInt,
@@ -239,6 +241,78 @@ def test_an_error_breaks_the_claim_that_it_returns():
 def test_code_that_treats_symbols_and_ints_differently_is_found_out():
     with pytest.raises(DisagreementError):
         proof(lambda x: x + 1 if isinstance(x, int) else x, lambda out: True)
+
+
+def test_a_refutation_is_told_in_words_where_somebody_can():
+    report = prove(
+        lambda source: source.integer("a"),
+        lambda x: [x >= 0],
+        lambda x: x + 1,
+        lambda out: {"claim": out != 9},
+        lambda out: [out],
+        explain=lambda claim, values: [f"{claim}: from {values['a']} to {values['a'] + 1}"],
+    )
+    (failure,) = report.failures
+    assert failure.story == ("claim: from 8 to 9",)
+    assert str(failure).splitlines() == ["claim is broken", "    claim: from 8 to 9", "    all numbers: a = 8"]
+
+
+def test_a_story_that_cannot_be_told_hides_no_failure():
+    def explain(claim, values):
+        raise KeyError("b")
+
+    report = prove(
+        lambda source: source.integer("a"),
+        lambda x: [],
+        lambda x: x,
+        lambda out: {"claim": out != 9},
+        lambda out: [out],
+        explain=explain,
+    )
+    assert report.broken() == {"claim"}
+    assert "it cannot be told: KeyError('b')" in str(report.failures[0])
+
+
+def counted(x):
+    count = 0
+    while x > 0:
+        x -= 1
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(("granted", "message"), [((5, 100), "more than 5 paths"), ((100, 5), "more than 5 decisions")])
+def test_a_loop_over_a_number_is_given_up_at_what_is_granted(granted, message):
+    with pytest.raises(Lengthy, match=message):
+        prove(
+            lambda source: source.integer("a"),
+            lambda x: [x >= 0],
+            counted,
+            lambda out: {},
+            lambda out: [out],
+            granted=granted,
+        )
+
+
+def test_a_run_that_does_not_return_on_ints_either_breaks_the_claim_that_it_returns(monkeypatch):
+    monkeypatch.setattr(spec.check.patience, "GRANTED", 0.2)
+
+    def stuck(x):
+        while x > 7:
+            pass
+        return x
+
+    report = prove(
+        lambda source: source.integer("a"),
+        lambda x: [x >= 0],
+        stuck,
+        lambda out: {},
+        lambda out: [out],
+        granted=(50, 50),
+    )
+    assert report.broken() == {"returns"}
+    assert report.failures[0].values["a"] > 7
+    assert "has not returned after 0.2 s of work" in str(report.failures[0])
 
 
 # rows

@@ -48,6 +48,10 @@ def _obeys(check: Callable[[Any], list[Any]], view: Any) -> bool:
 def _law_error(self: Any) -> LawBrokenError:
     law = _Verdict.laws[0]
     message = f"{law}\n{describe(_Verdict.view)}"
+    if law.id == "Q10":
+        from spec.check.report import calendar  # the explorer comes along: not where nothing is broken
+
+        message = "\n".join([message, *calendar(self)])
     return LawBrokenError(law.id, message, dump(self, law.id, message))
 
 

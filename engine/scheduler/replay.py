@@ -16,7 +16,8 @@ from engine.scheduler.recorder import describe
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import SequenceGroup, Status
 from spec import plain, views
-from spec.check.report import Row, of_plan, queue, table
+from spec.check.patience import EndlessError, patience, told
+from spec.check.report import calendar, of_plan, of_state, table
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def replay(path: str | Path, kind: Any = None) -> Replay:
 
 
 def _run(content: dict[str, Any], s: Scheduler) -> Replay:
-    rows = [_row("start", s, [])]
+    rows = [of_state("start", s, [])]
     broken = _at_boundary(s)
     step: views.Step | None = None
     plan: Any = None
@@ -85,13 +86,15 @@ def _run(content: dict[str, Any], s: Scheduler) -> Replay:
         try:
             if verb == "schedule":
                 before = views.snapshot(s)
-                plan = s.schedule()
+                with patience(lambda: None):
+                    plan = s.schedule()
                 actions = of_plan(plan)
                 step = views.observe(before, plan, views.snapshot(s))
                 broken = plain.check_step(step) + plain.check_mid(step) + plain.check_state_in_mid(step.mid)
                 broken += plain.check_ids_step(step) + plain.check_ids_in_mid(s)
             elif verb == "update":
-                s.update(plan, [(i, b) for i, b in call["stopped"]], call["failed"])
+                with patience(lambda: None):
+                    s.update(plan, [(i, b) for i, b in call["stopped"]], call["failed"])
                 assert step is not None
                 turn = views.conclude(step, views.snapshot(s))
                 broken = plain.check_round(turn) + _at_boundary(s)
@@ -102,34 +105,23 @@ def _run(content: dict[str, Any], s: Scheduler) -> Replay:
             else:
                 s.fail(plan, call["request_ids"])
                 broken = _at_boundary(s)
-        except Exception as error:
-            actions.append(f"{type(error).__name__}: {error}")
-            rows.append(_row(verb, s, actions))
+        except (Exception, EndlessError) as error:
+            actions.append(f"a call {error}" if isinstance(error, EndlessError) else told(error))
+            rows.append(of_state(verb, s, actions))
             notes.append("raised")
             break
         if verb in ("add", "abort"):
             actions.append(call["request_id"])
             if s._plan is None:
                 broken = _at_boundary(s)
-        rows.append(_row(f"schedule {plan.step}" if verb == "schedule" else verb, s, actions))
+        rows.append(of_state(f"schedule {plan.step}" if verb == "schedule" else verb, s, actions))
     ids = tuple(law.id for law in broken) or (("S8",) if notes else ())
     lines = table(rows)
     lines += ["", *(str(law) for law in broken), describe(views.snapshot(s))]
+    if any(law.id == "Q10" for law in broken):
+        lines += calendar(s)
     return Replay(content["law"], ids, "\n".join(lines))
 
 
 def _at_boundary(s: Scheduler) -> list[Any]:
     return plain.check_state(views.snapshot(s)) + plain.check_ids(s)
-
-
-def _row(event: str, s: Scheduler, actions: list[str]) -> Row:
-    blocks, config = s.blocks, s.config
-    return Row(
-        event,
-        queue(s.running),
-        queue(s.swapped),
-        queue(s.waiting),
-        f"{blocks.gpu_free}/{config.num_gpu_blocks}",
-        f"{blocks.cpu_free}/{config.num_cpu_blocks}",
-        actions,
-    )

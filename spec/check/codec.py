@@ -63,6 +63,21 @@ class UnfaithfulError(Exception):
     """The state breaks what the key relies on, so a law about it is broken."""
 
 
+class UnusableError(TypeError):
+    """The scheduler is none that can be searched: the message says what it has or does, and what is allowed.
+
+    run: the events that lead to where it was seen, of `spec.check.explore`; empty if it is so from the start.
+    """
+
+    run: tuple[Any, ...] = ()
+
+
+ALLOWED = (
+    "a field that a policy adds must be a bool or an int from 0 to 255, set in __init__: so the search knows when two "
+    "states are the same (a constant belongs on the class)"
+)
+
+
 def fields_of(thing: Any) -> set[str]:
     """All fields of an object, slotted or not."""
     slots = {name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())}
@@ -90,14 +105,23 @@ class Codec:
     @staticmethod
     def _check_fields(s: Any, g: Any) -> tuple[str, ...]:
         """Fields that a subclass adds to the scheduler are kept as they are; any other unknown one is refused."""
+        kind = type(s).__name__
+        missing = sorted(set(SCHEDULER_FIELDS) - fields_of(s))
+        if missing:
+            raise UnusableError(
+                f"{kind} has no {', '.join(missing)}: a policy derives from engine.scheduler.Scheduler, and an "
+                "__init__ of its own calls super().__init__(config)"
+            )
         for thing, known in ((g, GROUP_FIELDS), (s.blocks, BLOCKS_FIELDS), (s.blocks.gpu, POOL_FIELDS)):
             unknown = fields_of(thing) ^ set(known)
             if unknown:
-                raise TypeError(f"{type(thing).__name__}: the key does not know the fields {sorted(unknown)}")
-        missing = set(SCHEDULER_FIELDS) - fields_of(s)
+                raise UnusableError(f"{type(thing).__name__}: the key does not know the fields {sorted(unknown)}")
         extra = tuple(sorted(fields_of(s) - set(SCHEDULER_FIELDS)))
-        if missing or any(not isinstance(getattr(s, name), bool | int) for name in extra):
-            raise TypeError(f"{type(s).__name__}: the key does not know the fields {sorted(missing) or list(extra)}")
+        for name in extra:
+            if name not in vars(s):
+                raise UnusableError(f"{kind}.{name} is in __slots__, which the search cannot restore; {ALLOWED}")
+            if not isinstance(getattr(s, name), bool | int):
+                raise UnusableError(_no_field(kind, name, getattr(s, name)))
         return extra
 
     def encode(self, s: Any) -> bytes:
@@ -112,7 +136,7 @@ class Codec:
         try:
             core = [bytes((len(s.running), len(s.swapped), s.decodes_owed, *[getattr(s, name) for name in self.extra]))]
         except (ValueError, TypeError):
-            raise TypeError(self._out_of_range(s)) from None
+            raise UnusableError(self._out_of_range(s)) from None
         arrival = -1
         groups = s.groups
         count = 0
@@ -152,12 +176,15 @@ class Codec:
 
     def _out_of_range(self, s: Any) -> str:
         """Which field of a policy's own no byte can hold."""
-        fields = {name: getattr(s, name) for name in self.extra}
-        wrong = {name: value for name, value in fields.items() if not isinstance(value, int) or not 0 <= value < 256}
-        name, value = next(iter(wrong.items()))
-        return (
-            f"{type(s).__name__}.{name} is {value!r}; a field that a policy adds must be a bool or an int from 0 to 255"
-        )
+        kind = type(s).__name__
+        for name in self.extra:
+            if not hasattr(s, name):
+                return f"{kind}.{name} was deleted; {ALLOWED}"
+            value = getattr(s, name)
+            if not isinstance(value, int) or not 0 <= value < 256:
+                return _no_field(kind, name, value)
+        owed = s.decodes_owed
+        return f"{kind}.decodes_owed is {_short(owed)}; it must be True or False"
 
     def head(self, g: Any) -> tuple[bytes, bytes, Callable[[Any], Any], Any]:
         """What stands for a group in the key; its blocks; what reads their references, and what these must be."""
@@ -184,7 +211,7 @@ class Codec:
         s.decodes_owed = owed == 1
         at = 3
         for name in self.extra:
-            setattr(s, name, type(getattr(idle, name))(key[at]))
+            setattr(s, name, _as_kind(type(getattr(idle, name)), key[at]))
             at += 1
         everyone: list[Any] = []
         for rank in range(n_running + n_swapped):
@@ -260,6 +287,29 @@ class Codec:
         pool.refs = refs
         pool.free = list(range(pool.capacity - 1, used - 1, -1))
         return pool
+
+
+def _as_kind(kind: type[int], value: int) -> int:
+    """The value as what the field was at first, unless it has become a plain number since."""
+    try:
+        one = kind(value)
+    except ValueError:  # no member of an enum
+        return value
+    return one if one == value else value
+
+
+def _no_field(kind: str, name: str, value: Any) -> str:
+    if value is None or isinstance(value, int):
+        return f"{kind}.{name} is {value}; {ALLOWED}"
+    return f"{kind}.{name} is {_short(value)}, of type {type(value).__name__}; {ALLOWED}"
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        return "something that cannot be shown"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _pattern(ids: bytes) -> tuple[bytes, bytes, Callable[[Any], Any], Any]:

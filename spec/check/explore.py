@@ -29,16 +29,17 @@ import gc
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from spec import plain, views
 from spec.check import forms
-from spec.check.codec import NAMES, RANKS, Codec, UnfaithfulError
+from spec.check.codec import ALLOWED, NAMES, RANKS, SCHEDULER_FIELDS, Codec, UnfaithfulError, UnusableError
 from spec.check.forms import Form
 from spec.check.image import Image, Row, frozen, full, put
+from spec.check.patience import EndlessError, patience, told
 from spec.check.sealed import Books, Nothing, Queue, Void
 from spec.check.shadow import Shadow
 from spec.laws import BY_ID, Kind, Law, Tier
@@ -79,11 +80,12 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A law broken: at which event of the shortest run, and the run."""
+    """A law broken: at which event of the shortest run, and the run.  keys: of the states before each event."""
 
     law: Law
     run: tuple[Event, ...]  # the last one broke it
     detail: str = ""
+    keys: tuple[bytes, ...] = ()
 
 
 @dataclass
@@ -93,11 +95,26 @@ class Graph:
     edges: list[list[tuple[int, bool, int, tuple[int, ...]]]] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)  # unfinished groups in each state
     keys: list[bytes] = field(default_factory=list)
+    parents: Sequence[int] = ()  # the state from which each was found, and by what
+    events: Sequence[Event | None] = ()
+
+    def run_to(self, state: int) -> tuple[Event, ...]:
+        """The shortest run to a state."""
+        events = []
+        while state > 0:
+            event, state = self.events[state], self.parents[state]
+            assert event is not None
+            events.append(event)
+        return tuple(reversed(events))
 
 
 @dataclass
 class Found:
-    """What an exploration saw.  runs: steps that the real code made; the others are the same but for a sealed tail."""
+    """What an exploration saw.  runs: steps that the real code made; the others are the same but for a sealed tail.
+
+    twice: steps that were planned and updated once more, from the same state.  refused: of the menu, by `add`.
+    endless: the violation is a call that does not return, so nothing behind it was seen.
+    """
 
     states: int
     edges: int
@@ -107,6 +124,9 @@ class Found:
     sometimes: Counter[str]
     graph: Graph | None = None
     runs: int = 0
+    twice: int = 0
+    refused: tuple[tuple[int, int, int], ...] = ()
+    endless: bool = False
 
     @property
     def rate(self) -> float:
@@ -120,6 +140,11 @@ class _BrokenError(Exception):
         self.law, self.event, self.detail = law, event, detail
 
 
+RAISED = (Exception, SystemExit)  # by code under test
+LOOKED_AT = ("log", "groups", "scheduled", "blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy")  # of a plan
+FIRST, THEN_EACH = 64, 32  # states from which a step is made twice
+AGAIN = 8  # times more where that went differently, to tell why
+NO_PART = ("num_steps", "num_arrivals", "request_id", "arrival", "num_preemptions")  # of a state, for its key
 EACH_ALONE = ("S12", "N3")  # laws on a round that are about each group after it, and nothing else after it
 
 
@@ -149,7 +174,17 @@ class Checks:
 
 Make = Callable[[], Any]
 NewGroup = Callable[[str, int, int, int], Any]
-Hook = Callable[[views.Step, views.Round, Event], None]
+Hook = Callable[[views.Step, views.Round, Event], str | None]
+REFINES = Law(
+    "refinement",
+    "log_replays",
+    "the log of every plan, replayed in the spec action by action, leads to the state that the scheduler is in",
+    "",
+    Kind.ROUND,
+    Tier.COUNTS,
+    False,
+    None,
+)
 
 
 def explore(
@@ -163,18 +198,30 @@ def explore(
     goal: Callable[[Any], bool] | None = None,
     laws: Iterable[str] | None = None,
     in_full: bool = False,
+    twice: bool = False,
 ) -> Found:
     """Breadth-first over everything that can happen from the empty scheduler; stops at the first law broken.
 
-    step_hook(step, round, event) is called for each transition made by a step.  goal(state) ends the search: the run to
+    step_hook(step, round, event) is called for each transition made by a step; what it returns, if not empty, is wrong
+    with the step, and ends the search as a violation of REFINES.  goal(state) ends the search: the run to
     the first state that satisfies it is returned as a violation of no law (`law` is that of S8).
 
     laws: the ids to check instead of all; transitions into states that the key cannot tell, because they break other
     laws, are then left out.
 
     in_full: evaluate the laws on every step, also where one like it was checked already.
+
+    twice: some steps are made once more from the same state, under other names and counters, to see that equal states
+    go on alike.
+
+    A call that does not return breaks S8, and ends the search.  Raises UnusableError where a scheduler cannot be
+    searched: it keeps what the key cannot hold, or does not go on alike.
     """
-    search = _Search(world, make, new_group, step_hook, frozenset(laws or BY_ID), goal, in_full)
+    try:
+        with patience(lambda: None):
+            search = _Search(world, make, new_group, step_hook, frozenset(laws or BY_ID), goal, in_full, twice)
+    except EndlessError as error:
+        raise UnusableError(f"no scheduler can be made: a call {error}") from None
     return search.run(limit, graph)
 
 
@@ -264,6 +311,10 @@ class _Ready(NamedTuple):
     books: dict[str, Any]
 
 
+def _a(event: Event) -> str:
+    return {"add": "add()", "abort": "abort()"}.get(event.kind, "a step")
+
+
 _SHIFT = 24  # of the number of a core in the number of a state
 _MASK = (1 << _SHIFT) - 1
 
@@ -284,6 +335,7 @@ class _Search:
         laws: frozenset[str],
         goal: Callable[[Any], bool] | None,
         in_full: bool,
+        twice: bool,
     ) -> None:
         self.world, self.make, self.new_group, self.hook, self.goal = world, make, new_group, hook, goal
         self.codec = Codec(make, new_group)
@@ -296,6 +348,7 @@ class _Search:
         self.extra = ("decodes_owed", *self.codec.extra)
         self.s = make()
         self.own: Any = vars(self.s)
+        self.own_count = len(self.own)
         self.blocks = self.s.blocks
         self.pools = self.blocks.gpu, self.blocks.cpu
         self.homes = [new_group(NAMES[rank], 1, 1, 1) for rank in range(world.groups)]
@@ -311,40 +364,65 @@ class _Search:
         self.states = array("q")  # in order of discovery: number of core and of queue
         self.parents = array("q")
         self.events: list[Event | None] = []
-        self.adds = tuple(Event("add", group=request) for request in self._accepted())
+        self.endless_add = False
+        self.adds = tuple(Event("add", group=request) for request in world.menu if self._accepted(request))
+        self.refused = tuple(request for request in world.menu if Event("add", group=request) not in self.adds)
         self.added: dict[tuple[int, tuple[int, int, int]], int] = {}
         self.blind_adds: dict[tuple[int, int, tuple[int, int, int]], bool] = {}
         self.edges = 0
         self.runs = 0
         self.here = 0
+        self.event = Event("step")  # under way
+        self.plan_class: type | None = None
+        self.asking = False  # the hook: what it raises is for whoever gave it
+        self.twice = twice
+        self.steps = self.repeated = 0
         self.graph: Graph | None = None
 
-    def _accepted(self) -> tuple[tuple[int, int, int], ...]:
-        """The menu without what this configuration refuses."""
-        accepted = []
-        for p, n, m in self.world.menu:
-            try:
-                self.make().add(self.new_group("a", p, n, m))
-            except ValueError:
-                continue
-            accepted.append((p, n, m))
-        return tuple(accepted)
+    def _accepted(self, request: tuple[int, int, int]) -> bool:
+        """This configuration does not refuse it."""
+        if self.endless_add:
+            return True
+        try:
+            self.make().add(self.new_group("a", *request))
+        except ValueError:
+            return False
+        except RAISED:
+            pass  # to be met in the search
+        except EndlessError:
+            self.endless_add = True
+        return True
 
     def run(self, limit: int, keep_graph: bool) -> Found:
         begun = time.process_time()
-        self.graph = Graph() if keep_graph else None
+        self.graph = Graph(parents=self.parents, events=self.events) if keep_graph else None
         violation = None
+        endless = False
         self._new(self._number(*self.codec.parts(self.make())), -1, None)
         number = 0
         collecting = gc.isenabled()
         gc.disable()  # nothing here is cyclic, and the heap only grows
         try:
-            while number < len(self.states) < limit:
-                self.here = number
-                self._expand(self.states[number])
-                number += 1
+            with patience(lambda: (self.edges, self.runs, self.here)):
+                while number < len(self.states) < limit:
+                    self.here = number
+                    try:
+                        self._expand(self.states[number])
+                    except (_BrokenError, UnusableError):
+                        raise
+                    except RAISED as error:  # a plan or a state that is none
+                        if self.asking:
+                            raise
+                        self._broken([BY_ID["S8"]], self.event, f"what came of it cannot be followed: {told(error)}")
+                    number += 1
         except _BrokenError as broken:
-            violation = Violation(broken.law, self._run_to(self.here, broken.event), broken.detail)
+            violation = self._violation(broken.law, broken.event, broken.detail)
+        except EndlessError as error:
+            endless = True
+            violation = self._violation(BY_ID["S8"], self.event, f"a call {error}")
+        except UnusableError as error:
+            error.run = error.run or self._run_to(self.here, self.event)
+            raise
         finally:
             for core in self.cores:
                 for entry in core.entries.values():
@@ -355,7 +433,31 @@ class _Search:
                 gc.enable()
         seconds = time.process_time() - begun
         complete = violation is None and number == len(self.states)
-        return Found(len(self.states), self.edges, seconds, complete, violation, self.sometimes, self.graph, self.runs)
+        return Found(
+            len(self.states),
+            self.edges,
+            seconds,
+            complete,
+            violation,
+            self.sometimes,
+            self.graph,
+            self.runs,
+            self.repeated,
+            self.refused,
+            endless,
+        )
+
+    def _violation(self, law: Law, event: Event, detail: str) -> Violation:
+        keys, state = [], self.here
+        while state >= 0:
+            keys.append(self._key(self.states[state]))
+            state = self.parents[state]
+        return Violation(law, self._run_to(self.here, event), detail, tuple(reversed(keys)))
+
+    def _key(self, number: int) -> bytes:
+        """What `Codec.encode` says of the state."""
+        core, queue = self.cores[number >> _SHIFT], self.queues[number & _MASK]
+        return b"".join((core.key, bytes((len(queue),)), *(self.kinds[kind] for kind in queue)))
 
     def _run_to(self, state: int, last: Event) -> tuple[Event, ...]:
         events = [last]
@@ -429,13 +531,23 @@ class _Search:
         unfinished = core.count + len(queue)
         if self.graph is not None:
             self.graph.edges.append([])
-            self.graph.keys.append(b"".join((core.key, bytes((len(queue),)), *(self.kinds[kind] for kind in queue))))
+            self.graph.keys.append(self._key(number))
             self.graph.groups.append(unfinished)
+        if self.twice and unfinished:
+            self.steps += 1
+            if self.steps <= FIRST or self.steps % THEN_EACH == 0:
+                self.event = Event("step")
+                self._go_on_alike(core, queue)
         for event in self.adds if unfinished < world.groups else ():
+            self.event = event
             if self.quick and self._add_again(core, queue, unfinished, event):
                 continue
             self._ready(core, queue)
-            s.add(self.new_group(NAMES[unfinished], *event.group))
+            try:
+                s.add(self.new_group(NAMES[unfinished], *event.group))
+            except RAISED as error:
+                self._broken([BY_ID["S8"]], event, f"add() raised {told(error)}")
+                continue
             there = self._arrive(s, event, 0, unfinished)
             if there >= 0 and there >> _SHIFT == core.number:
                 *before, kind = self.queues[there & _MASK]
@@ -444,11 +556,84 @@ class _Search:
         if world.aborts and unfinished:
             ready = self._ready(core, queue)
             for rank in range(unfinished):
-                s.abort(NAMES[rank])
-                self._arrive(s, Event("abort", rank=rank), 0, unfinished)
+                self.event = event = Event("abort", rank=rank)
+                try:
+                    s.abort(NAMES[rank])
+                except RAISED as error:
+                    self._broken([BY_ID["S8"]], event, f"abort() raised {told(error)}")
+                else:
+                    self._arrive(s, event, 0, unfinished)
                 self._back(core, ready)
-        if unfinished and not (self.quick and self._step_again(core, queue)):
-            self._steps(s, core, queue, self._ready(core, queue))
+        if unfinished:
+            self.event = Event("step")
+            if not (self.quick and self._step_again(core, queue)):
+                self._steps(s, core, queue, self._ready(core, queue))
+
+    def _go_on_alike(self, core: _Core, queue: tuple[int, ...]) -> None:
+        """The step from here, made again under other names and counters, decides the same and leads to the same."""
+        first, again = self._tried(core, queue), self._tried(core, queue, NO_PART)
+        self.repeated += 1
+        if first == again:
+            return
+        from spec.check.report import of_plan  # it imports this file
+
+        other = next((one for one in (self._tried(core, queue) for _ in range(AGAIN)) if one != first), None)
+        read = [] if other else [one for one in NO_PART if self._tried(core, queue, (one,)) != first]
+        if other is not None or read:
+            again = other or self._tried(core, queue, (read[0],))
+        self._ready(core, queue)  # the plans are shown by these names
+        shown = [one if isinstance(one, str) else "; ".join(of_plan(one)) for one, _ in (first, again)]
+        kind = type(self.s).__name__
+        if shown[0] == shown[1]:
+            did = f"the plans look alike ({shown[0]}), but what is in them or the state after update() differs"
+        else:
+            did = f"once it does: {shown[0]}\n   once it does: {shown[1]}"
+        if not read:
+            text = (
+                f"{kind} decides differently from the same state.\n   {did}\nA policy may read nothing but its own "
+                "fields and its arguments: no randomness, no clock, no variable of a class, a module or a closure that "
+                "changes"
+            )
+        else:
+            text = (
+                f"{kind} decides by {', '.join(read)}, which {'are' if read[1:] else 'is'} no part of a state: the "
+                f"same state with another {read[0]} goes on differently.\n   {did}\nKeep a counter of your own in a "
+                "field (a bool or an int from 0 to 255); ids may only be compared for equality, and of arrivals only "
+                "the order counts"
+            )
+        raise UnusableError(text)
+
+    def _tried(self, core: _Core, queue: tuple[int, ...], other: tuple[str, ...] = ()) -> tuple[Any, Any]:
+        """The plan of the step from here and the key after it, or what was raised.  other: what to change before."""
+        s, own = self.s, self.own
+        ready = self._ready(core, queue)
+        names = {}
+        for rank, g in enumerate(ready.everyone):
+            names[NAMES[-1 - rank] if "request_id" in other else g.request_id] = g.request_id
+            if "request_id" in other:
+                g.request_id = NAMES[-1 - rank]
+            if "arrival" in other:
+                g.arrival = 7 * rank + 3
+            if "num_preemptions" in other:
+                g.num_preemptions += 3
+        own["groups"] = dict(zip(names, ready.everyone, strict=True))
+        if "num_steps" in other:
+            own["num_steps"] = 41
+        if "num_arrivals" in other:
+            own["num_arrivals"] = 1009
+        plan: Any = None
+        try:
+            plan = s.schedule()
+            twin = frozen(plan)
+            if twin is not None:
+                twin.step = 0
+                twin.log = [entry._replace(request_id=names.get(entry[1], entry[1])) for entry in twin.log]
+            s.update(plan)
+            return twin, self.codec.parts(s)
+        except UnfaithfulError:
+            return twin, None
+        except RAISED as error:
+            return f"{type(error).__name__} is raised", None
 
     def _ready(self, core: _Core, queue: tuple[int, ...]) -> _Ready:
         """Make the scheduler what it is in this state."""
@@ -487,7 +672,10 @@ class _Search:
             return False
         blind = self.blind_adds.get((kind, rank, event.group))
         if blind is None:
-            blind = self.blind_adds[kind, rank, event.group] = self._add_blindly(kind, rank, event)
+            try:
+                blind = self.blind_adds[kind, rank, event.group] = self._add_blindly(kind, rank, event)
+            except EndlessError:
+                blind = self.quick = False
         if blind:
             self._go(core.number << _SHIFT | self._queue((*queue, kind)), event, 0, range(rank))
         return blind
@@ -536,9 +724,13 @@ class _Search:
     def _arrive(self, s: Any, event: Event, served: int, unfinished: int, number: int = -1) -> int:
         """A transition has led here: is the state lawful, and new?  Its number, or -1 where the key cannot tell."""
         self.edges += 1
+        if len(self.own) != self.own_count:
+            self._new_field(event)
         try:
             number = self._number(*self.codec.parts(s)) if number < 0 else number
-        except UnfaithfulError:
+        except UnusableError:
+            raise
+        except Exception:  # unfaithful, or numbers that are none
             self._broken(self.checks.state(views.snapshot(s)) or self.checks.ids(s), event)
             if self.complete:
                 self._broken([BY_ID["Q1"]], event)  # no predicate sees it, but the state is not as derived
@@ -552,6 +744,14 @@ class _Search:
         if self.graph is not None:
             self.graph.edges[self.here].append((there, event.kind == "step", served, self._ranks(unfinished)))
         return number
+
+    def _new_field(self, event: Event) -> None:
+        fields = set(SCHEDULER_FIELDS) | set(self.extra)
+        new = sorted(set(self.own) - fields)
+        if new:
+            raise UnusableError(f"{type(self.s).__name__}.{new[0]} is new after {_a(event)}; {ALLOWED}")
+        gone = sorted(fields - set(self.own))
+        raise UnusableError(f"{type(self.s).__name__}.{gone[0]} is gone after {_a(event)}")
 
     def _ranks(self, unfinished: int) -> tuple[int, ...]:
         """Where the groups are now, by their places before."""
@@ -571,7 +771,10 @@ class _Search:
         else:
             return False
         if entry.mid is not None:
-            entry.blind = self._step_blindly(core, queue[:depth], entry, entry.mid)
+            try:
+                entry.blind = self._step_blindly(core, queue[:depth], entry, entry.mid)
+            except EndlessError:  # it came to its end before: this is the seals' doing
+                self.quick = False
             entry.plan = entry.mid = None
             if not entry.blind:
                 entry.outcomes = []
@@ -645,10 +848,17 @@ class _Search:
         before = views.snapshot(s)
         shadow = Shadow.of(s)
         event = Event("step")
+        self.event = event
         try:
             plan = s.schedule()
-        except Exception as error:
-            return self._broken([BY_ID["S8"]], event, f"{type(error).__name__}: {error}")
+        except RAISED as error:
+            return self._broken([BY_ID["S8"]], event, told(error))
+        if type(plan) is not self.plan_class:
+            missing = [name for name in LOOKED_AT if not hasattr(type(plan), name) and not hasattr(plan, name)]
+            if missing:
+                what = f"a {type(plan).__name__} without {missing[0]}" if plan is not None else "None"
+                return self._broken([BY_ID["S8"]], event, f"schedule() returned {what}; it must return a Plan")
+            self.plan_class = type(plan)
         mid = views.snapshot(s)
         try:
             step = views.observe(before, plan, mid)
@@ -777,39 +987,54 @@ class _Search:
         """
         plan = step.plan
         self.runs += 1
-        for rank in event.aborted:
-            s.abort(NAMES[rank])
-        mark = len(plan.log)
+        self.event = event
         try:
+            for rank in event.aborted:
+                s.abort(NAMES[rank])
+            mark = len(plan.log)
             if event.broken:
                 s.fail(plan)
             else:
                 s.update(plan, [(NAMES[r], b) for r, b in event.stopped], [NAMES[r] for r in event.failed])
-        except Exception as error:
-            self._broken([BY_ID["S8"]], event, f"{type(error).__name__}: {error}")
+        except RAISED as error:
+            self._broken([BY_ID["S8"]], event, told(error))
             return -1, [], [*range(len(everyone))]
         number = -1
         found: list[Form] = []
         moved = [*range(len(everyone))]
         here: list[tuple[Any, Form]] = []
         if met is not None:
-            found, moved = forms.find(self.codec, everyone, met, mid.values)
             try:
+                found, moved = forms.find(self.codec, everyone, met, mid.values)
                 key, waiting, here = forms.parts(self.codec, s, everyone, found)
                 number = self._number(key, waiting)
-            except UnfaithfulError:
+            except UnusableError:
+                raise
+            except Exception:  # unfaithful, or numbers that are none: `_arrive` says which law that breaks
                 pass
         if not event.broken:
             turn = views.conclude(step, s)
             if number < 0 or not self._right(turn, mark, shadow, here):
                 self._broken(self.checks.round(turn), event)
-                if not shadow.agrees(s):
+                if not self._agrees(shadow, s):
                     self._broken([BY_ID["B7"]], event)
                 if self.hook is not None:
-                    self.hook(step, turn._replace(after=views.snapshot(s)), event)
+                    whole = turn._replace(after=views.snapshot(s))
+                    self.asking = True
+                    said = self.hook(step, whole, event)
+                    self.asking = False
+                    if said:
+                        raise _BrokenError(REFINES, event, said)
         for entry in plan.log[mark:]:
             counted[entry[0]] += 1
         return self._arrive(s, event, served, len(step.before.groups), number), found, moved
+
+    @staticmethod
+    def _agrees(shadow: Shadow, s: Any) -> bool:
+        try:
+            return shadow.agrees(s)
+        except Exception:
+            return False  # tables that are none
 
     def _right(self, turn: views.Round, mark: int, shadow: Shadow, here: list[tuple[Any, Form]]) -> bool:
         """Laws and contents after an outcome are right.

@@ -8,6 +8,7 @@ may do.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from spec.check.explore import Graph
@@ -144,3 +145,28 @@ def arrivals(graph: Graph) -> list[tuple[int, int]]:
             if not is_step and graph.groups[there] == graph.groups[state] + 1 and all(r >= 0 for r in ranks):
                 found[there, graph.groups[there] - 1] = None
     return list(found)
+
+
+def lap(graph: Graph, state: int, place: int) -> list[tuple[int, bool]]:
+    """A shortest way from a state back to it, with a step in it, on which the group at this place stays.
+
+    (state, whether by a step) of each move; empty if there is no way.
+    """
+    start = state, place, False
+    came: dict[tuple[int, int, bool], tuple[tuple[int, int, bool], bool] | None] = {start: None}
+    queue = deque([start])
+    while queue:
+        here = queue.popleft()
+        if here[:2] == (state, place) and here[2]:
+            moves = []
+            while (before := came[here]) is not None:
+                moves.append((here[0], before[1]))
+                here = before[0]
+            return moves[::-1]
+        for there, is_step, _, ranks in graph.edges[here[0]]:
+            now = ranks[here[1]]
+            node = there, now, here[2] or is_step
+            if now >= 0 and node not in came:
+                came[node] = here, is_step
+                queue.append(node)
+    return []

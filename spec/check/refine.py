@@ -35,7 +35,10 @@ def _apply(name: str, s: Counts, request_id: str, value: Any) -> Counts:
         raise _StoppedError(Mismatch(f"{request_id} is in no queue", name))
     one = ACTIONS[name]
     if one.guard(s, g, value) is not True:
-        raise _StoppedError(Mismatch(f"{name}({request_id}, {value}) is not allowed in {s}", name))
+        state = ", ".join(
+            f"{field} {part}" for field, part in s._asdict().items() if field not in ("config", "measure")
+        )
+        raise _StoppedError(Mismatch(f"{name} {request_id} [{value}] is not allowed in the spec", name, state, "-"))
     return one.effect(s, g, value)
 
 

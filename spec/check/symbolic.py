@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import z3
 
+from spec.check.patience import EndlessError, patience
 from spec.check.terms import Blocked, Signal, Source, Symbols, SymBool, SymInt, Valuation, ask, value_of
 from spec.logic import Bool, conj
 
@@ -37,6 +38,7 @@ __all__ = [
     "Executor",
     "Failure",
     "Infeasible",
+    "Lengthy",
     "Path",
     "Report",
     "Source",
@@ -65,6 +67,10 @@ class Cut(Signal):
 
 class Infeasible(Signal):
     """An assumption in the middle of a run cannot hold there: the path does not exist."""
+
+
+class Lengthy(Signal):
+    """More paths, or more decisions on one of them, than were granted: most likely a loop over a number of tokens."""
 
 
 class DisagreementError(AssertionError):
@@ -98,9 +104,14 @@ class _Decision:
 
 
 class Executor:
-    """Runs a function once for each feasible path, under a hypothesis."""
+    """Runs a function once for each feasible path, under a hypothesis.
 
-    def __init__(self, hypothesis: Iterable[Bool] = ()) -> None:
+    granted: most paths, and most decisions on one; Lengthy beyond.
+    """
+
+    def __init__(self, hypothesis: Iterable[Bool] = (), granted: tuple[int, int] | None = None) -> None:
+        self.granted = granted
+        self.asked = 0  # times that a solver was begun or came to an end: the work of a proof
         self.solver = z3.SimpleSolver()
         self.solver.set("arith.solver", 2)  # on quotients steadier than what SolverFor("QF_LIA") takes
         self.solver.set("timeout", PATIENCE)
@@ -120,7 +131,11 @@ class Executor:
         """Every feasible path of `function`, depth first.  Each is live (can be asked) until the next is drawn."""
         if self.values is None:
             return
+        paths = 0
         while True:
+            paths += 1
+            if self.granted is not None and paths > self.granted[0]:
+                raise Lengthy(f"more than {self.granted[0]} paths")
             self._followed = 0
             _active.append(self)
             ask.append(self.decide)
@@ -131,7 +146,7 @@ class Executor:
                 feasible = False
             except Cut as cut:
                 result = cut
-            except Exception as error:  # an error of the code under test is an outcome, to be judged by the claims
+            except (Exception, SystemExit) as error:  # of the code under test: an outcome, to be judged by the claims
                 raised = error
             finally:
                 _active.pop()
@@ -161,6 +176,8 @@ class Executor:
             self._followed += 1
             return decision.taken
         assert self.values is not None
+        if self.granted is not None and len(self._decided) >= self.granted[1]:
+            raise Lengthy(f"more than {self.granted[1]} decisions in one run")
         taken = condition.value(self.values)
         decision = _Decision(condition, taken, self._check(condition.negated() if taken else condition))
         self._push(decision)
@@ -200,7 +217,9 @@ class Executor:
         try:
             if also is not None:
                 self.solver.add(also.term)
+            self.asked += 1
             answer, solver = self.solver.check(), self.solver
+            self.asked += 1
             for arithmetic in AGAIN:
                 if answer != z3.unknown:
                     break
@@ -209,6 +228,7 @@ class Executor:
                 solver.set("arith.solver", arithmetic)
                 solver.set("timeout", 6 * PATIENCE)
                 answer = solver.check()
+                self.asked += 1
             if answer == z3.unknown:
                 raise Undecided(solver.reason_unknown())
             return Valuation.of(solver.model()) if answer == z3.sat else None
@@ -222,7 +242,7 @@ class Path:
 
     executor: Executor
     result: Any
-    raised: Exception | None
+    raised: BaseException | None
     branches: tuple[Branch, ...]
     values: Valuation
 
@@ -236,18 +256,33 @@ class Path:
 
 @dataclass(slots=True)
 class Failure:
-    """A claim that does not hold: its name, values that break it, and the branches of the path to it."""
+    """A claim that does not hold: its name, values that break it, and the branches of the path to it.
+
+    story: the run on these values in words.
+    """
 
     claim: str
     values: Valuation
     branches: tuple[Branch, ...]
-    error: Exception | None = None
+    error: BaseException | None = None
+    story: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.claim} is broken" + (f": {self.error!r}" if self.error else "")]
-        lines += [f"    {name} = {value}" for name, value in sorted(self.values.items())]
-        lines += [f"    {'  ' if b.taken else 'not '}{b.condition}" for b in self.branches if b.free]
+        lines += [f"    {line}" for line in self.story]
+        numbers = [f"{name} = {value}" for name, value in sorted(self.values.items())]
+        if self.story:
+            lines.append("    all numbers: " + ", ".join(numbers))
+        else:
+            lines += [f"    {number}" for number in numbers]
+        decisions = [f"    {'  ' if b.taken else 'not '}{_cut(str(b.condition))}" for b in self.branches if b.free]
+        if decisions:
+            lines += ["    the decisions on the way, where both were possible:", *decisions]
         return "\n".join(lines)
+
+
+def _cut(text: str, most: int = 160) -> str:
+    return text if len(text) <= most else text[:most] + " ..."
 
 
 @dataclass(slots=True)
@@ -296,6 +331,8 @@ def prove(
     observe: Callable[[Outcome], Any],
     reached: Callable[[Outcome], Iterable[str]] = lambda outcome: (),
     max_failures: int = 1,
+    explain: Callable[[str, Valuation], list[str]] | None = None,
+    granted: tuple[int, int] | None = None,
 ) -> Report:
     """Show that from every state that satisfies the hypothesis, `body` never raises and ends where all claims hold.
 
@@ -305,13 +342,16 @@ def prove(
     observe: what must be equal between a symbolic path and the plain run of its model: tuples, lists and numbers.
     reached: names of the places that a path went through, counted for proofs of non-vacuity.
     max_failures: stop after so many broken claims.
+    explain: tells the plain run of a broken claim, by its name and values, line by line.
+    granted: most paths, and most decisions on one.
 
-    Raises DisagreementError when a path or a counterexample does not repeat on plain ints.
+    Raises DisagreementError when a path or a counterexample does not repeat on plain ints, Lengthy when it would take
+    more than what is granted.  A run that does not return breaks "returns" if the plain one does not either.
     """
     start = time.perf_counter()
     report = Report()
     symbols = Symbols()
-    executor = Executor(hypothesis(build(symbols)))
+    executor = Executor(hypothesis(build(symbols)), granted)
     report.satisfiable = executor.satisfiable
 
     def run(state: State) -> tuple[Any, Mapping[str, Bool]]:
@@ -321,16 +361,31 @@ def prove(
             outcome = cut
         return outcome, claims(outcome)
 
-    def plainly(values: Valuation) -> tuple[Any, Mapping[str, Bool], Exception | None]:
+    def plainly(values: Valuation) -> tuple[Any, Mapping[str, Bool], BaseException | None]:
         state = build(values)
         if not all(part is True for part in hypothesis(state)):
             raise DisagreementError(f"a model of the hypothesis does not satisfy it on plain ints: {values}")
         try:
             return *run(state), None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return None, {}, error
 
-    for path in executor.paths(lambda: run(build(symbols))):
+    def fail(claim: str, values: Valuation, path: tuple[Branch, ...], error: BaseException | None = None) -> None:
+        story: list[str] = []
+        if explain is not None:
+            try:
+                story = explain(claim, values)
+            except Exception as trouble:  # the failure itself matters more
+                story = [f"it cannot be told: {trouble!r}"]
+        report.failures.append(Failure(claim, values, path, error, tuple(story)))
+
+    def every_path() -> None:
+        for path in executor.paths(lambda: run(build(symbols))):
+            judge(path)
+            if len(report.failures) >= max_failures:
+                break
+
+    def judge(path: Path) -> None:
         report.paths += 1
         report.branches += len(path.branches)
         values = path.values
@@ -338,7 +393,7 @@ def prove(
         if type(error) is not type(path.raised):
             raise DisagreementError(f"symbols raise {path.raised!r}, plain ints {error!r}: {values}") from path.raised
         if path.raised is not None:
-            report.failures.append(Failure("returns", values, path.branches, path.raised))
+            fail("returns", values, path.branches, path.raised)
         else:
             outcome, named = path.result
             seen, expected = value_of(observe(outcome), values), value_of(observe(plain), values)
@@ -352,9 +407,21 @@ def prove(
                         continue
                     if plainly(broken)[1][name] is not False:
                         raise DisagreementError(f"{name} is broken on symbols only: {broken}")
-                    report.failures.append(Failure(name, broken, path.branches))
-        if len(report.failures) >= max_failures:
-            break
+                    fail(name, broken, path.branches)
+
+    try:
+        with patience(lambda: (executor.asked, report.paths, len(report.failures))):
+            every_path()
+    except (EndlessError, Lengthy) as lengthy:
+        values = executor.values
+        assert values is not None
+        try:
+            with patience(lambda: None):  # does it go on for ever on ints too?
+                plainly(values)
+        except EndlessError as endless:
+            fail("returns", values, (), endless)
+        else:
+            raise Lengthy(f"a run {lengthy}" if isinstance(lengthy, EndlessError) else str(lengthy)) from None
     report.queries = executor.queries
     report.seconds = time.perf_counter() - start
     return report

@@ -124,7 +124,7 @@ def test_the_softer_rule_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     """It breaks S1, and with it the order of the queues (Q2) and the limit that rests on it (S5s); it never aborts."""
     name = "long prompts"
     monkeypatch.setattr(engine.check, "worlds", lambda config: {name: SKETCHES[name].world(config)})
-    monkeypatch.setattr(engine.check, "prove_shapes", lambda policy, note: engine.check.SymbolicReport())
+    monkeypatch.setattr(engine.check, "prove_shapes", lambda policy, note: (engine.check.SymbolicReport(), {}))
     kind, _ = policy_of("below-half")
     report = check(kind)
     assert {"S1", "Q2", "S5s"} <= report.broken.keys()
