@@ -235,11 +235,13 @@ def startup(rounds: int) -> list[float]:
 
 
 def peer(command: str) -> Callable[[Workload], list[float]]:
-    """The rates that the command prints on its last line."""
+    """The rates that the command prints on its last line; none for a load that it does not serve, where that is "-"."""
 
     def run(load: Workload) -> list[float]:
         words = [word.format(**load._asdict()) for word in shlex.split(command)]
         done = subprocess.run(words, capture_output=True, text=True)
+        if done.stdout.strip().endswith("-"):
+            return []
         try:
             return [float(word) for word in done.stdout.strip().splitlines()[-1].split()[:2]]
         except (ValueError, IndexError):
@@ -272,10 +274,10 @@ def measure(
                 print(f"{number + 1}  {load!s:14} {name:24} {tokens / wall:8.1f} tokens/s", file=sys.stderr, flush=True)
             for name, command in commands.items():
                 rates = command(load)
-                rate = rates[0]
                 for measured, figure in zip(("tokens_per_s", "tokens_per_processor_s"), rates, strict=False):
                     found[name][str(load)][measured].append(figure)
-                print(f"{number + 1}  {load!s:14} {name:24} {rate:8.1f} tokens/s", file=sys.stderr, flush=True)
+                rate = f"{rates[0]:8.1f} tokens/s" if rates else "not served"
+                print(f"{number + 1}  {load!s:14} {name:24} {rate}", file=sys.stderr, flush=True)
     return found
 
 
