@@ -43,6 +43,7 @@ from engine.sampling import SamplingParams
 
 MODEL = "smollm2-135m"
 RESULTS = Path(__file__).parent / "results"
+SETTINGS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")  # of the environment, that a result depends on
 
 
 class Workload(NamedTuple):
@@ -325,6 +326,12 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(text) + "\n"
 
 
+def ratio(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> str:
+    """The median over the rounds of ours / theirs; empty if the peer does not serve the load."""
+    rounds = list(zip(ours["tokens_per_s"], theirs["tokens_per_s"], strict=False))
+    return f"{statistics.median(a / b for a, b in rounds):.2f}" if rounds else ""
+
+
 def document(result: dict[str, Any], command: str) -> dict[str, Any]:
     """The result as docs/build.py shows it, with the run itself."""
     machine = result["machine"]
@@ -341,10 +348,23 @@ def document(result: dict[str, Any], command: str) -> dict[str, Any]:
         rows = [row for row in rows if any(row[1:])]
         words = f"{title}, median of {result['rounds']} alternating rounds (requests x (prompt + output))"
         tables.append({"title": words, "columns": ["engine", *loads], "rows": rows})
+    for name in result["peers"]:
+        rows = [
+            [subject, *(ratio(runs[at], result["figures"][name][at]) for at in loads)]
+            for subject, runs in result["figures"].items()
+            if subject.startswith("lawful")
+        ]
+        words = f"tokens/s over those of {name} in the same round, median of {result['rounds']}"
+        tables.append({"title": words, "columns": ["engine", *loads], "rows": rows})
+    if result["startup_s"]:
+        taken = f"{statistics.median(result['startup_s']):.2f}"
+        rows = [[taken, str(len(result["startup_s"]))]]
+        words = "start of Python to the first token of `LLM(model)`"
+        tables.append({"title": words, "columns": ["seconds, median", "starts"], "rows": rows})
     load = f"load average {machine['load_before']:.1f} before and {machine['load_after']:.1f} after"
     return {
         "section": "cpu-engine",
-        "title": "CPU engine",
+        "title": f"Generated tokens, {' and '.join(loads)}",
         "command": command,
         "machine": f"{machine['processor']} ({machine['capability']}), {machine['threads']} threads, {load}",
         "date": machine["date"],
@@ -361,7 +381,9 @@ def public(arguments: list[str]) -> list[str]:
         words = command.split()
         if "cpu_peers.py" in command:
             at = next(i for i, word in enumerate(words) if word.endswith("cpu_peers.py"))
-            one = f"{name}=PYTHON {' '.join([words[at], words[at + 1], 'DIR', *words[at + 3 :]])}"
+            model = "FILE" if words[at + 1] == "llama.cpp" else "DIR"
+            settings = [word for word in words[:at] if word == "env" or "=" in word]
+            one = f"{name}={' '.join([*settings, 'PYTHON', words[at], words[at + 1], model, *words[at + 3 :]])}"
         out.append(one)
     return out
 
@@ -388,7 +410,13 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--startup-rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON line")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}/cpu_engine.json and .md")
+    parser.add_argument(
+        "--write",
+        nargs="?",
+        const="cpu_engine",
+        metavar="NAME",
+        help=f"write {RESULTS.name}/NAME.json, which docs/build.py shows (default: cpu_engine)",
+    )
     parser.add_argument("--save-model", metavar="DIRECTORY", help="write the model for peers, and end")
     args = parser.parse_args()
     if args.save_model:
@@ -402,6 +430,7 @@ def main() -> None:
         "startup_s": [round(seconds, 3) for seconds in startup(args.startup_rounds)],
         "ceilings": ceilings(),
         "figures": measure(args.subjects, named, args.workloads, args.rounds),
+        "peers": list(named),
         "machine": {
             "date": time.strftime("%Y-%m-%d"),
             "processor": processor_name(),
@@ -413,9 +442,9 @@ def main() -> None:
         },
     }
     if args.write:
-        command = "python -m benchmarks.cpu_engine " + shlex.join(public(sys.argv[1:]))
-        (RESULTS / "cpu_engine.json").write_text(json.dumps(document(result, command), indent=1) + "\n")
-        (RESULTS / "cpu_engine.md").write_text(report(result))
+        settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
+        command = " ".join([*settings, "python -m benchmarks.cpu_engine", shlex.join(public(sys.argv[1:]))])
+        (RESULTS / f"{args.write}.json").write_text(json.dumps(document(result, command), indent=1) + "\n")
     print(json.dumps(result) if args.json else report(result))
 
 

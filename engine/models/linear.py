@@ -3,7 +3,7 @@
     y[t] = W x[t] + b            x (tokens, in), W (out, in), b (out,) or None, y (tokens, out)
 
 On a GPU the weight stays as it is.  On a CPU it is packed once, when the model is loaded, and the plain tensor is not
-kept.  Measured on two Zen cores without AVX-512 (benchmarks/results/cpu_engine.md), against `F.linear`:
+kept.  Measured on two Zen cores without AVX-512 (docs/performance.md), against `F.linear`:
 
 - `PackedLinear`, oneDNN's blocked weights, type in = type out: 1.2 to 1.5 times as fast from 4 rows on, and the result
   of a row is the same to the last bit in any batch, so nothing of a schedule shows in it.
@@ -83,7 +83,7 @@ class QuantizedLinear:
         return self._few(x.float()).to(x.dtype) if x.shape[0] <= self.few else self._many(x)
 
 
-# Measured: from one row more on the other form is the faster one (benchmarks/results/cpu_engine.md).
+# Measured: from one row more on the other form is the faster one (docs/performance.md).
 FEW: dict[Any, int] = {PackedLinear: 6, HalfLinear: 2, PlainLinear: 6}
 
 
