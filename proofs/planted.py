@@ -153,11 +153,11 @@ class AdmissionCountsOnlyItself(Scheduler):
     """admission compares the newcomer's branches alone with max_num_seqs"""
 
     def _admit_head(self, step: Step) -> bool:
-        counted, self._sequences = self._sequences, lambda: 0  # type: ignore[method-assign]
+        self._sequences = lambda: 0  # type: ignore[method-assign]
         try:
             return super()._admit_head(step)
         finally:
-            self._sequences = counted  # type: ignore[method-assign]
+            del self._sequences
 
 
 @planted("S11w")
