@@ -43,7 +43,7 @@ from engine.sampling import SamplingParams
 
 MODEL = "smollm2-135m"
 RESULTS = Path(__file__).parent / "results"
-SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VLLM_CPU_OMP_THREADS_BIND")  # of the environment, that a result depends on
+SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VLLM_CPU_OMP_THREADS_BIND")  # of the environment, told with results
 
 
 class Workload(NamedTuple):

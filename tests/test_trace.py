@@ -153,7 +153,8 @@ def test_llm_records_when_asked_and_holds_no_prompt(tmp_path: Path) -> None:
     keys = {key for line in text.splitlines() for key in json.loads(line)}
     assert keys <= {
         *("trace", "format", "scheduler", "config", "arrivals", "steps", "owed", "counts", "digest", "end"),
-        *("step", "events", "before", "log", "run", "rows", "computes", "out", "in", "copy", "mid"),
+        *("step", "events", "before", "log", "decodes", "ends", "slots", "run", "rows", "computes"),
+        *("out", "in", "copy", "mid"),
         *("outcome", "logged", "after"),
     }
     llm.generate([[1]], SamplingParams(max_tokens=2), use_tqdm=False)  # the engine goes on without a trace
@@ -346,7 +347,7 @@ def test_every_number_of_a_line_is_forged(chunked: bool, what: str) -> None:
             return "out" in line or "in" in line
         if what == "forks":
             return any(entry[0] == "fork" for entry in line.get("logged", ()))
-        return line["computes"][0] == 0 and len(line["run"]) > 1
+        return line["computes"][0] == 0 and len(line.get("decodes", ())) > 1
 
     runs = ([json.loads(line) for line in recorded(chunked, "swap", seed)] for seed in range(3, 20))
     contents, at = next((run, i) for run in runs for i, line in enumerate(run) if "run" in line and fits(line))

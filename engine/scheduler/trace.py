@@ -3,12 +3,17 @@
 A line holds what changed, never the whole state, and no prompt, text or token id.  `spec.check.trace` reads it and says
 what each part means; the two share no code, so that a fault here shows there.
 
-    {"trace": "lawful", "format": 1, "config": {...}, ...}                                      the header
+    {"trace": "lawful", "format": 2, "config": {...}, ...}                                      the header
     {"step": 0, "events": [...], "before": {...},      what happened since the step before, and what it changed
-     "log": [...], "run": [...], "rows": [...], "out": [...], "in": [...], "copy": [...],       the plan
+     "log": [...], "decodes": [...], "ends": [...], "slots": [...], "run": [...], "rows": [...],   the plan
+     "out": [...], "in": [...], "copy": [...],
      "mid": {...},                                     what schedule() changed
      "outcome": "update", "logged": [...], "after": {...}}      what was made of the plan, and what that changed
     {"end": {"lines": 812, "steps": 810}}                                                       the trailer
+
+The groups that a plan begins with are mostly decodes, with one row a branch: those are stated in columns, "decodes"
+their names, "ends" the position after each one's rows, "slots" the slot of every row; and "known" in "after" the length
+of each to which nothing happened but a token more, 0 for another.  "run" and "rows" have whatever follows, in full.
 
 Every line ends with a digest of itself and of the digest before it.  Each is handed to the system when its step is
 over, so a process that dies leaves whole lines, and no trailer.
@@ -17,7 +22,7 @@ over, so a process that dies leaves whole lines, and no trailer.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from operator import attrgetter
 from pathlib import Path
@@ -25,9 +30,9 @@ from typing import Any, TextIO
 
 from engine.scheduler.plan import Action, Plan
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import SequenceGroup
+from engine.scheduler.sequence import SequenceGroup, Status
 
-FORMAT = 1
+FORMAT = 2
 _SCALARS = (
     "arrival",
     "prompt_len",
@@ -36,7 +41,6 @@ _SCALARS = (
     "shared_blocks",
     "shared_tokens",
     "live",
-    "known",
     "deficit",
     "forked",
     "tail_shared",
@@ -44,16 +48,18 @@ _SCALARS = (
 )
 _scalars = attrgetter(*_SCALARS)
 _QUEUES = ("running", "swapped", "waiting")
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class _Seen:
     """A group as the trace last showed it."""
 
-    __slots__ = ("branches", "group", "home", "scalars", "tables", "work")
+    __slots__ = ("branches", "group", "home", "known", "scalars", "tables", "work")
 
     def __init__(self, group: SequenceGroup) -> None:
         self.group = group
         self.scalars: tuple[Any, ...] = ()
+        self.known: Any = None
         self.branches: list[int] = []
         self.tables: list[list[int]] = []
         self.home = ""  # the device its tables name blocks of, while it has one
@@ -121,8 +127,7 @@ class TraceWriter:
         log = plan.log[self._mark :]
         if log:
             line["log"] = _entries(log)
-        line["run"] = [[group.request_id, tokens] for group, tokens in plan.groups]
-        line["rows"] = [_row(row) for row in plan.scheduled]
+        line.update(_computes(plan))
         line["computes"] = [plan.num_prefill_tokens, plan.num_decode_tokens]
         for name, pairs in (
             ("out", plan.blocks_to_swap_out),
@@ -159,7 +164,7 @@ class TraceWriter:
         line["outcome"] = outcome
         if log:
             line["logged"] = _entries(log)
-        line["after"] = self._changes(log, {})
+        line["after"] = self._changes(log, {}, line.get("decodes"))
         self._steps += 1
         self._write(line)
         return departed
@@ -182,8 +187,13 @@ class TraceWriter:
 
     # what changed
 
-    def _changes(self, log: Sequence[Action], given: dict[str, int]) -> dict[str, Any]:
-        """The difference to what the trace showed last.  given: the tokens that the groups should carry."""
+    def _changes(
+        self, log: Sequence[Action], given: dict[str, int], decodes: list[str] | None = None
+    ) -> dict[str, Any]:
+        """The difference to what the trace showed last.
+
+        given: the tokens that the groups should carry.  decodes: whose lengths are stated in a column.
+        """
         s = self._s
         out: dict[str, Any] = {}
         touched: tuple[set[int], set[int]] = set(), set()  # blocks of each device that tables name or named
@@ -191,24 +201,26 @@ class TraceWriter:
         for name in _QUEUES:
             old, new = self._queues[name], list(getattr(s, name))
             if old != new:
-                at, removed, inserted = _splice(old, new)
-                out[name] = [at, removed, [group.request_id for group in inserted]]
+                out[name] = parts = []
+                for at, removed, inserted in _splices(old, new):
+                    parts += [at, removed, [group.request_id for group in inserted]]
+                    moved += old[at : at + removed]
+                    if name == "waiting":
+                        moved += inserted
                 self._queues[name] = new
-                moved += old[at : at + removed]
-                if name == "waiting":
-                    moved += inserted
         groups: dict[str, dict[str, Any]] = {}
-        for device, name in enumerate(("running", "swapped")):
-            for group in self._queues[name]:
-                change = self._change(group, name, given, touched, device)
-                if change:
-                    groups[group.request_id] = change
+        longer: dict[str, Any] = {}
+        self._homed(groups, longer, given, touched)
         waits = set(map(id, self._queues["waiting"])) if moved else ()
         for group in moved:
             if id(group) in waits:
                 change = self._change(group, "waiting", given, touched, None)
                 if change:
                     groups[group.request_id] = change
+        if longer and decodes:
+            out["known"] = [longer.pop(name, 0) for name in decodes]
+        for name, known in longer.items():
+            groups[name] = {"known": known}
         if groups:
             out["groups"] = groups
         left, joined = self._membership(log, moved, touched)
@@ -225,6 +237,43 @@ class TraceWriter:
             self._owed = out["owed"] = s.decodes_owed
         out["counts"] = [s.blocks.gpu_free, s.blocks.cpu_free, len(s.groups), self._work]
         return out
+
+    def _homed(
+        self,
+        groups: dict[str, dict[str, Any]],
+        longer: dict[str, Any],
+        given: dict[str, int],
+        touched: tuple[set[int], set[int]],
+    ) -> None:
+        """What changed of the groups that have a home; longer: the lengths of those that differ in nothing else."""
+        for device, queue in enumerate(("running", "swapped")):
+            status = Status(queue)
+            for group in self._queues[queue]:
+                name = group.request_id
+                seen = self._seen.get(name)
+                if (
+                    seen is not None
+                    and seen.group is group
+                    and seen.home == queue
+                    and group.tokens == given.get(name, 0)
+                    and group.status is status
+                    and _scalars(group) == seen.scalars
+                    and group.tables == seen.tables
+                    and group.branches == seen.branches
+                ):
+                    if group.known != seen.known:
+                        longer[name] = seen.known = group.known
+                        self._count_work(seen)
+                    continue
+                change = self._change(group, queue, given, touched, device)
+                if change:
+                    groups[name] = change
+
+    def _count_work(self, seen: _Seen) -> None:
+        group = seen.group
+        work = group.deficit + group.live * (group.max_tokens - 1 - group.known + group.prompt_len)
+        self._work += work - seen.work
+        seen.work = work
 
     def _change(
         self,
@@ -244,13 +293,13 @@ class TraceWriter:
             self._forget(name, touched)
             seen = self._seen[name] = _Seen(group)
         scalars = _scalars(group)
-        if scalars != seen.scalars:
+        if scalars != seen.scalars or group.known != seen.known:
             old = seen.scalars or (None,) * len(scalars)
             change = {field: b for field, a, b in zip(_SCALARS, old, scalars, strict=True) if a is None or a != b}
+            if group.known != seen.known:
+                change["known"] = seen.known = group.known
             seen.scalars = scalars
-            work = group.deficit + group.live * (group.max_tokens - 1 - group.known + group.prompt_len)
-            self._work += work - seen.work
-            seen.work = work
+            self._count_work(seen)
         if group.branches != seen.branches:
             change["branches"] = seen.branches = list(group.branches)
         home = queue if device is not None else ""
@@ -313,7 +362,7 @@ class TraceWriter:
     def _write(self, content: dict[str, Any]) -> None:
         if self._file is None:
             return
-        body = json.dumps(content, separators=(",", ":"))
+        body = _encode(content)
         self._digest = blake2b((self._digest + body).encode(), digest_size=16).hexdigest()
         self._file.write(f'{body[:-1]},"digest":"{self._digest}"}}\n')
         self._file.flush()
@@ -340,6 +389,43 @@ def _entries(log: Iterable[Action]) -> list[list[Any]]:
     return [list(entry) if entry.detail else list(entry[:3]) if entry.blocks else list(entry[:2]) for entry in log]
 
 
+def _computes(plan: Plan) -> dict[str, Any]:
+    """Whom the plan serves and its rows: the first that have a decode's rows in columns, all others one by one."""
+    rows, groups = plan.scheduled, plan.groups
+    names: list[str] = []
+    ends: list[int] = []
+    slots: list[int] = []
+    at = 0
+    for group, tokens in groups:
+        own = _as_decode(group, tokens, rows[at : at + tokens])
+        if not own:
+            break
+        names.append(group.request_id)
+        ends.append(rows[at].end)
+        slots += own
+        at += tokens
+    line: dict[str, Any] = {"decodes": names, "ends": ends, "slots": slots} if names else {}
+    line["run"] = [[group.request_id, tokens] for group, tokens in groups[len(names) :]]
+    line["rows"] = [_row(row) for row in rows[at:]]
+    return line
+
+
+def _as_decode(group: SequenceGroup, tokens: int, rows: Sequence[Any]) -> list[int]:
+    """The slots of the rows if they are one for each branch, of the same one position, each drawing; else nothing."""
+    branches, tables = group.branches, group.tables
+    if not tokens == len(branches) == len(rows):
+        return []
+    slots: list[int] = []
+    last = rows[0].end if rows else 0
+    for branch, (one, number, start, end, table, those, draws) in zip(branches, rows, strict=True):
+        if one is not group or number != branch or end != last or start != last - 1 or draws != (branch,):
+            return []
+        if table is not tables[branch] or len(those) != 1:
+            return []
+        slots += those
+    return slots
+
+
 def _row(row: Any) -> list[Any]:
     """A scheduled row: request, branch, start, end, runs of slots, draws; and its table if it is not its branch's."""
     group, branch, start, end, table, slots, draws = row
@@ -362,15 +448,23 @@ def _runs(slots: list[int]) -> list[int]:
     return runs
 
 
-def _splice(old: list[Any], new: list[Any]) -> tuple[int, int, list[Any]]:
-    """Where the lists differ: from this index so many of the old are replaced by these."""
-    at, most = 0, min(len(old), len(new))
-    while at < most and old[at] is new[at]:
-        at += 1
-    end = 0
-    while end < most - at and old[-1 - end] is new[-1 - end]:
-        end += 1
-    return at, len(old) - at - end, new[at : len(new) - end]
+def _splices(old: list[Any], new: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
+    """Where the lists differ: at this index of the old one so many are replaced by these."""
+    come, go = set(map(id, new)), set(map(id, old))
+    i = j = 0
+    while True:
+        while i < len(old) and j < len(new) and old[i] is new[j]:
+            i, j = i + 1, j + 1
+        if i == len(old) and j == len(new):
+            return
+        at, begin = i, j
+        while i < len(old) and id(old[i]) not in come:
+            i += 1
+        while j < len(new) and id(new[j]) not in go:
+            j += 1
+        if i == at and j == begin:  # the order is another: all that follows is stated
+            i, j = len(old), len(new)
+        yield at, i - at, new[begin:j]
 
 
 def _table_changes(old: list[list[int]], new: list[list[int]]) -> list[list[Any]]:

@@ -40,9 +40,7 @@ class Shadow:
 
     def execute(self, plan: Any) -> None:
         """Carry the plan out, in the order that executors follow; within a list all reads come before the writes."""
-        self._move(self.gpu, self.cpu, plan.blocks_to_swap_out)
-        self._move(self.cpu, self.gpu, plan.blocks_to_swap_in)
-        self._move(self.gpu, self.gpu, plan.blocks_to_copy)
+        self.move(plan)
         gpu = self.gpu
         for row in plan.scheduled:
             g = row.group
@@ -50,6 +48,12 @@ class Shadow:
             name = prompt + (row.branch + 1) * _BRANCH
             for at, slot in zip(range(row.start, row.end), row.slots, strict=True):
                 gpu[slot] = at + (prompt if at < g.prompt_len else name)
+
+    def move(self, plan: Any) -> None:
+        """The first half of it: swap out, swap in, copy."""
+        self._move(self.gpu, self.cpu, plan.blocks_to_swap_out)
+        self._move(self.cpu, self.gpu, plan.blocks_to_swap_in)
+        self._move(self.gpu, self.gpu, plan.blocks_to_copy)
 
     def _move(self, source: list[int], target: list[int], pairs: list[tuple[int, int]]) -> None:
         size = self.size

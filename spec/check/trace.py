@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from spec import plain, views
 from spec.check.header import wrong_header
 from spec.check.shadow import _BRANCH, _GROUP, Shadow
+from spec.check.steady import GHOST, Lanes, splices
 from spec.laws import BY_ID, IDS_STEP, Law
 from spec.laws_ids import computed
 from spec.laws_round import nothing_lost, steps_bound
@@ -30,10 +31,11 @@ from spec.laws_step import served_ids
 from spec.views import LEAVING, STEP_VERBS, Blocks, Group, State
 from spec.words import is_decode, remaining_work
 
-FORMAT = 1
+FORMAT = 2
 _KEY = ',"digest":"'
 _SUFFIX = len(_KEY) + 32 + len('"}\n')
 _FULL_RECOUNT = 1024  # lines between two counts of all references from nothing
+_QUIET = {"step", "decodes", "ends", "slots", "run", "rows", "computes", "mid", "outcome", "after"}  # parts of a line
 
 
 class Finding(NamedTuple):
@@ -196,26 +198,55 @@ class _Books:
         self.covered: dict[str, tuple[Any, tuple[int, ...], int, int, int]] = {}
         self.doubts: list[_Wrong] = []
         self.marked: set[str] = set()  # groups that carry tokens or a status out of the ordinary
+        self.lanes = Lanes(self)  # the decodes that go on as they did; their groups are what they were when they began
         if self.blocks != (self.config.num_gpu_blocks, self.config.num_cpu_blocks):
             raise _Wrong("the free blocks of an idle scheduler are not all blocks", BY_ID["B1"])
 
-    def state(self, calm: int = 0) -> State:
-        """The state as laws see it, without the last `calm` groups of waiting and their names."""
+    def state(self, calm: int = 0, ghost: Group | None = None) -> State:
+        """The state as laws see it, without the last `calm` groups of waiting and their names.
+
+        ghost: stands for the lanes, in the place of the last of them.
+        """
         groups = self.groups
         running, swapped, waiting = self.queues.values()
         names: Iterable[str] = self.members
-        if calm and len(self.members) == len(running) + len(swapped) + len(waiting):
+        calm = calm if len(self.members) == len(running) + len(swapped) + len(waiting) else 0
+        lanes = self.lanes.by_name if ghost is not None else ()
+        front: list[str] = []
+        if ghost is not None:
+            cut = len(running)
+            while running[cut - 1] not in lanes:
+                cut -= 1
+            front, running = [name for name in running[:cut] if name not in lanes], running[cut:]
+        if calm:
             waiting = waiting[:-calm]
-            names = [name for queue in (running, swapped, waiting) for name in queue if name in self.members]
+            names = [name for queue in (front, running, swapped, waiting) for name in queue if name in self.members]
+        elif ghost is not None:
+            names = [name for name in self.members if name not in lanes]
+        inside = [groups[name] for name in running]
+        if ghost is not None:
+            inside = [*[groups[name] for name in front], ghost, *inside]
+            names = (GHOST, *names)
         return State(
             self.config,
-            tuple([groups[name] for name in running]),
+            tuple(inside),
             tuple([groups[name] for name in swapped]),
             tuple([groups[name] for name in waiting]),
             tuple(names),
             self.blocks,
             self.owed,
+            None if self.in_full else self.lanes.measure,
         )
+
+    def whole(self, s: State, running: Sequence[str], more: int, tokens: bool) -> State:
+        """The state with each of the lanes in its place instead of the ghost.
+
+        running: the order of the queue.  more, tokens: as `Lanes.group` says.
+        """
+        lanes = self.lanes
+        shown = {g.request_id: g for g in s.running}
+        everyone = [shown[name] if name in shown else lanes.group(name, more, tokens) for name in running]
+        return s._replace(running=tuple(everyone), groups=(*s.groups[1:], *lanes.by_name), measure=None)
 
     def calm(self, line: dict[str, Any]) -> int:
         """How many groups at the end of waiting need not be looked at in this line.
@@ -228,9 +259,10 @@ class _Books:
         for part in ("before", "mid", "after"):
             change = line.get(part)
             if change is not None and "waiting" in change:
-                at, removed, inserted = change["waiting"]
-                calm = min(calm, length - at - removed)
-                length += len(inserted) - removed
+                before = length
+                for at, removed, inserted in splices(change["waiting"]):
+                    calm = min(calm, before - at - removed)
+                    length += len(inserted) - removed
         if calm <= 1:
             return 0
         first = self.groups[waiting[-calm]].arrival
@@ -240,24 +272,34 @@ class _Books:
                     return 0
         return calm - 1
 
-    def apply(self, change: dict[str, Any], given: dict[str, int]) -> set[str]:
-        """Take over what a line says has changed; the names of the groups that are not as they were."""
+    def apply(self, change: dict[str, Any], given: dict[str, int], lengths: dict[str, int] | None = None) -> set[str]:
+        """Take over what a line says has changed; the names of the groups that are not as they were.
+
+        given: the tokens that the groups carry.  lengths: of those that are longer and of which nothing else is stated.
+        """
         moved: set[str] = set()
         home = self.home
-        parts: list[tuple[str, Any]] = [(name, change[name]) for name in self.queues if name in change]
-        for name, (at, removed, _) in parts:
+        parts = [(name, *part) for name in self.queues if name in change for part in splices(change[name])]
+        past, where = 0, ""
+        for name, at, removed, _ in parts:
             queue = self.queues[name]
-            if not 0 <= at <= at + removed <= len(queue):
+            past, where = past if name == where else 0, name
+            if not past <= at <= at + removed <= len(queue):
                 raise _Wrong(f"{name} has {len(queue)} groups; {removed} cannot be taken out at {at}")
-            for out in queue[at : at + removed]:
+            past = at + removed
+            for out in queue[at:past]:
                 home[out] = ""
                 moved.add(out)
-        for name, (at, removed, inserted) in parts:
+        for name, at, removed, inserted in reversed(parts):  # from the back, so that places stay what they were
             self.queues[name][at : at + removed] = inserted
             for came in inserted:
                 home[came] = name
             moved.update(inserted)
         stated = change.get("groups", {})
+        if lengths:
+            if not lengths.keys().isdisjoint(stated):
+                raise _Wrong("a length is stated twice")
+            stated = {**stated, **{name: {"known": known} for name, known in lengths.items()}}
         tokens, groups = given.get, self.groups
         for name in {*self.marked, *stated, *given, *moved}:
             old, one = groups.get(name), stated.get(name)
@@ -291,6 +333,9 @@ class _Books:
             self.home.pop(name, None)
             self.work -= self.works.pop(name, 0)
         self._compare(change)
+        for name in stated:
+            if not home.get(name):
+                raise _Wrong(f"{name} is in no queue, and something is stated of it")
         return touched
 
     def _change(self, name: str, stated: dict[str, Any] | None, tokens: int) -> None:
@@ -433,11 +478,28 @@ class _Books:
 
     def write(self, plan: _Plan) -> None:
         """Carry a plan out on the names of tokens."""
-        self.shadow.execute(plan)
+        if self.in_full:
+            self.shadow.execute(plan)
+        else:
+            self.shadow.move(plan)
+            self._write_rows(plan)
         for row in plan.scheduled:
             known = self.verified[row.group.request_id]
             if max(known, default=0) > row.start:  # of any branch, since full prompt blocks are shared
                 known[:] = [min(done, row.start) for done in known]
+
+    def _write_rows(self, plan: _Plan) -> None:
+        """The writes of a plan of which S10r holds, block by block: each row's slots are its table's own."""
+        gpu, size = self.shadow.gpu, self.config.block_size
+        for g, branch, at, end, table, _, _ in plan.scheduled:
+            prompt = (g.arrival + 1) * _GROUP
+            own = prompt + (branch + 1) * _BRANCH
+            while at < end:
+                slot = table[at // size] * size + at % size
+                to = min(end, at - at % size + size, g.prompt_len if at < g.prompt_len else end)
+                token = at + (prompt if at < g.prompt_len else own)
+                gpu[slot : slot + to - at] = range(token, token + to - at)
+                at = to
 
     def contents(self, names: Iterable[str]) -> None:
         """Every computed position of these groups' tables holds its own token (B7)."""
@@ -458,9 +520,15 @@ class _Books:
                 elif first < min(shown, g.prompt_len) and not self.in_full:
                     # the first branch has shown the prompt as far as its blocks are the same
                     first = max(first, min(_common(lead, table) * size, shown, g.prompt_len))
-                for at in range(first, done):
-                    if pool[table[at // size] * size + at % size] != at + (prompt if at < g.prompt_len else own):
-                        raise _Wrong(f"{name}, branch {branch}: position {at} holds another token", BY_ID["B7"])
+                while first < done:
+                    slot = table[first // size] * size + first % size
+                    # as far as one block goes, and one of the two ways in which tokens are named
+                    to = min(done, first - first % size + size, g.prompt_len if first < g.prompt_len else done)
+                    token = first + (prompt if first < g.prompt_len else own)
+                    if pool[slot : slot + to - first] != list(range(token, token + to - first)):
+                        raise _Wrong(f"{name}, branch {branch}: position {first} or one after it holds another token",
+                                     BY_ID["B7"])  # fmt: skip
+                    first = to
                 known[branch] = done
 
 
@@ -538,6 +606,7 @@ class Auditor:
 
     def _trailer(self, line: dict[str, Any]) -> None:
         assert self.books is not None
+        self.books.lanes.end_all()
         self._events(line, self.books)
         stated, have = line["end"], {"lines": self.seen.lines, "steps": self.seen.steps}
         if stated != have:
@@ -548,29 +617,43 @@ class Auditor:
     # one step
 
     def _step(self, line: dict[str, Any], books: _Books) -> None:
+        lanes = books.lanes
+        lanes.look(line)
+        quiet = line.keys() == _QUIET and len(line["after"]) == 2 and len(line["mid"]) == 1
+        quiet = quiet and 0 < lanes.live == len(line["slots"])
+        if quiet and self._only_goes_on(line, books):
+            return
+        lanes.settled = False
         calm = books.calm(line)
         events = self._events(line, books)
         if "raised" in line and "run" not in line:
             raise _Wrong(f"schedule raised {line['raised']}", BY_ID["S8"])
-        before = books.state(calm)
+        ghost = lanes.ghost()
+        before, stood = books.state(calm, ghost), list(books.queues["running"])
         log = _log(line.get("log", ()))
-        given: dict[str, int] = dict(line["run"])
+        decodes, lengths = _decodes(line, books)
+        given = {name: len(slots) for name, _, slots in decodes}
+        given.update(line["run"])
         touched = books.apply(line["mid"], given)
-        mid = books.state(calm)
-        prefills, decodes = line["computes"]
+        mid = books.state(calm, ghost and ghost._replace(tokens=ghost.live))
+        ran = list(books.queues["running"])
+        prefills, computed = line["computes"]
         out, back, copies = ([(a, b) for a, b in line.get(name, ())] for name in ("out", "in", "copy"))
-        groups = [(books.groups[name], tokens) for name, tokens in line["run"]]
-        rows = [_row(row, books) for row in line["rows"]]
-        plan = _Plan(events + log, groups, rows, out, back, copies, prefills, decodes)
-        self.seen.tokens += prefills + decodes
-        try:
-            step = views.observe(before, plan, mid)
-        except KeyError as error:
-            raise _Wrong(f"the plan names {error}, which was in no queue", BY_ID["S19"]) from None
-        _obey(
-            plain.check_step(step) + plain.check_mid(step) + plain.check_state_in_mid(mid) + _rows(step, plan, books),
-            books,
-        )
+        groups = [(books.groups[name], len(slots)) for name, _, slots in decodes]
+        groups += [(books.groups[name], tokens) for name, tokens in line["run"]]
+        rows = _decode_rows(decodes, books.groups)
+        rows += [_row(row, books) for row in line["rows"]]
+        plan = _Plan(events + log, groups, rows, out, back, copies, prefills, computed)
+        self.seen.tokens += prefills + computed
+        shown = plan
+        if ghost is not None:  # it runs where the last of the lanes does
+            all_lanes = next(g for g in mid.running if g.request_id == GHOST), lanes.live
+            shown = replace(plan, groups=[*groups[: lanes.place], all_lanes, *groups[lanes.place :]])
+        step = _observe(before, shown, mid)
+        broken = _step_laws(step, books)
+        if (broken or (step.admitted and len(mid.running) < 2)) and ghost is not None:
+            broken = _step_laws(_whole_step(line, step, books, stood, ran), books)
+        _obey(broken, books)
         _account_for_schedule(step, log, touched)
         books.write(plan)
         if "outcome" not in line:
@@ -579,28 +662,65 @@ class Auditor:
             return  # the trace was closed in the midst of a step
         logged = _log(line.get("logged", ()))
         plan.log += logged
-        changed = books.apply(line["after"], {})
-        after = books.state(calm)
+        books.work -= lanes.live
+        changed = books.apply(line["after"], {}, lengths)
+        after = books.state(calm, ghost and ghost._replace(known=ghost.known + 1))
         turn = views.conclude(step, after)
         failed = line["outcome"] == "fail"
-        broken = plain.check_state(after) + books.tables(after, changed | touched | given.keys())
-        if failed:
-            broken += [] if nothing_lost(turn) else [BY_ID["N1"]]
-        elif line["outcome"] == "update":
-            broken += plain.check_round(turn)
-        else:
+        if not failed and line["outcome"] != "update":
             raise _Wrong(f"the outcome is {line['outcome']!r}")
+        looked_at = changed | touched | given.keys()
+        broken = _round_laws(turn, failed, looked_at, books)
+        if broken and ghost is not None:
+            whole = _whole_step(line, step, books, stood, ran)
+            end = books.whole(after, books.queues["running"], 1, False)
+            broken = _round_laws(views.conclude(whole, end), failed, looked_at, books)
         _obey(broken, books)
         self._arrivals(logged, books, changed, self.step + 1)
         _account_for_outcome(turn, logged, changed, failed, books.left)
         if not failed:
-            books.contents(changed | touched | given.keys())
-        self._in_time(after, turn.departed, failed)
+            books.contents(looked_at)
+        self._in_time(books, failed)
         for entry in log + logged:
             self.seen.verbs[entry.verb] += 1
         self.seen.failed_steps += failed
+        lanes.advance()
+        if not failed and not self.in_full:
+            for name in given:
+                lanes.begin(name)
         if self.seen.lines % _FULL_RECOUNT == 0:
             books.recount()
+
+    def _only_goes_on(self, line: dict[str, Any], books: _Books) -> bool:
+        """A line says only that all lanes go on, and everything is in order; False if in doubt.
+
+        No group is another but for the lengths of the lanes, so the laws on states say what they said after the line
+        before, and those on ids and rounds have nothing to look at but the lanes.  What is left are the laws on the
+        step, which look at the blocks and tokens that it leaves; after another such line they are given the same again.
+        """
+        lanes = books.lanes
+        live, stated = lanes.live, [*books.blocks, len(books.members)]
+        if line["run"] or line["rows"] or line["computes"] != [0, live]:
+            return False
+        if line["mid"]["counts"] != [*stated, books.work] or line["after"]["counts"] != [*stated, books.work - live]:
+            return False
+        if not lanes.settled:
+            ghost, calm = lanes.ghost(), books.calm(line)
+            assert ghost is not None
+            before, running = books.state(calm, ghost), ghost._replace(tokens=live)
+            mid = before._replace(running=tuple([running if g is ghost else g for g in before.running]))
+            plan = _Plan([], [(running, live)], [], [], [], [], 0, live)
+            step = views.observe(before, plan, mid)
+            if plain.check_step(step) or plain.check_mid(step):
+                return False
+            lanes.settled = True
+        books.work -= live
+        self.seen.tokens += live
+        self._in_time(books, False)
+        lanes.advance()
+        if self.seen.lines % _FULL_RECOUNT == 0:
+            books.recount()
+        return True
 
     def _events(self, line: dict[str, Any], books: _Books) -> list[_Entry]:
         """Arrivals and aborts since the step before: they and nothing else change the state."""
@@ -609,11 +729,17 @@ class Auditor:
                 raise _Wrong("something changed between two steps without a word in the log")
             return []
         events = _log(line["events"])
-        before = books.state()
+        ghost = books.lanes.ghost()
+        before = books.state(0, ghost)
         was = dict(books.groups)
         books.apply(line["before"], {})
-        after = books.state()
-        _obey(plain.check_state(after) + _tables(after, set(after.groups) - set(before.groups)), books)
+        after = books.state(0, ghost)
+        fresh = set(after.groups) - set(before.groups)
+        broken = plain.check_state(after) + _tables(after, fresh)
+        if broken and ghost is not None:
+            whole = books.whole(after, books.queues["running"], 0, False)
+            broken = plain.check_state(whole) + _tables(whole, fresh)
+        _obey(broken, books)
         expected = dict.fromkeys(before.groups)
         new: set[str] = set()
         for verb, name, blocks, detail in events:
@@ -669,13 +795,13 @@ class Auditor:
             self.bounds[name] = steps_bound(g, [], books.config.enable_chunked_prefill)
             self.deadlines[name] = first_step + sum(self.bounds.values())
 
-    def _in_time(self, after: State, departed: frozenset[str], failed: bool) -> None:
+    def _in_time(self, books: _Books, failed: bool) -> None:
         """L3: whoever is the most senior has not outstayed its bound; a failed step starts all clocks anew."""
         if failed:
             self.deadlines.clear()
-        for queue in (after.running, after.swapped, after.waiting):
+        for queue in books.queues.values():
             if queue:
-                name = queue[0].request_id
+                name = queue[0]
                 if self.step + 1 >= self.deadlines.get(name, self.step + 2):
                     raise _Wrong(f"{name} should have left before step {self.deadlines[name]}", BY_ID["L3"])
                 return
@@ -691,6 +817,72 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 def _log(entries: Iterable[Sequence[Any]]) -> list[_Entry]:
     return [_Entry(*entry) for entry in entries]
+
+
+_Decode = tuple[str, int, list[int]]  # name, end, slots
+
+
+def _decodes(line: dict[str, Any], books: _Books) -> tuple[list[_Decode], dict[str, int]]:
+    """What the columns of a line say of all but the lanes; and the new lengths of those that have one stated."""
+    names = line.get("decodes", ())
+    known = line.get("after", {}).get("known") or [0] * len(names)
+    slots, stated = line.get("slots", []), line["mid"].get("groups", {})
+    decodes: list[_Decode] = []
+    lengths: dict[str, int] = {}
+    at = 0
+    for name, end, length in zip(names, line.get("ends", ()), known, strict=True):
+        lane = books.lanes.by_name.get(name)
+        if lane is not None:
+            at += lane.live
+            continue
+        g = books.groups.get(name)
+        if g is None:
+            raise _Wrong(f"the plan names {name}, whom nobody knows")
+        count = len(stated[name].get("branches", g.branches) if name in stated else g.branches)
+        decodes.append((name, end, slots[at : at + count]))
+        at += count
+        if length:
+            lengths[name] = length
+    if at != len(slots):
+        raise _Wrong(f"there are {len(slots)} slots for {at} decodes' rows")
+    return decodes, lengths
+
+
+def _decode_rows(decodes: list[_Decode], groups: Mapping[str, Group]) -> list[_Row]:
+    """One row for each branch, of its last token, which it draws from."""
+    rows: list[_Row] = []
+    for name, end, slots in decodes:
+        g = groups[name]
+        tables = g.tables
+        for branch, slot in zip(g.branches, slots, strict=True):
+            rows.append(_made(_Row, (g, branch, end - 1, end, tables[branch], [slot], (branch,))))
+    return rows
+
+
+def _observe(before: State, plan: _Plan, mid: State) -> views.Step:
+    try:
+        return views.observe(before, plan, mid)
+    except KeyError as error:
+        raise _Wrong(f"the plan names {error}, which was in no queue", BY_ID["S19"]) from None
+
+
+def _whole_step(line: dict[str, Any], step: views.Step, books: _Books, stood: list[str], ran: list[str]) -> views.Step:
+    """The same step with all lanes as groups of their own.  stood, ran: the queue running before and after it."""
+    before, mid = books.whole(step.before, stood, 0, False), books.whole(step.mid, ran, 0, True)
+    now = {g.request_id: g for queue in (mid.running, mid.swapped, mid.waiting) for g in queue}
+    decodes: list[_Decode] = []
+    at = 0
+    for name, end in zip(line["decodes"], line["ends"], strict=True):
+        count = len(now[name].branches)
+        decodes.append((name, end, line["slots"][at : at + count]))
+        at += count
+    groups = [(now[name], len(slots)) for name, _, slots in decodes]
+    groups += [(now[name], tokens) for name, tokens in line["run"]]
+    rows = step.plan.scheduled
+    rows = _decode_rows(decodes, now) + rows[len(rows) - len(line["rows"]) :]
+    plan = replace(step.plan, groups=groups, scheduled=rows)
+    schedule = replace(plan, log=plan.log[: len(line.get("events", ())) + len(line.get("log", ()))])
+    return _observe(before, schedule, mid)._replace(plan=plan)
 
 
 def _row(stated: list[Any], books: _Books) -> _Row:
@@ -720,8 +912,23 @@ _ids_step = plain.checker(tuple(law for law in IDS_STEP if law.id != "B6"))
 _moves_and_totals = plain.checker(tuple(law for law in IDS_STEP if law.id in ("S9", "S21")))
 
 
-def _rows(step: views.Step, plan: _Plan, books: _Books) -> list[Law]:
+def _step_laws(step: views.Step, books: _Books) -> list[Law]:
+    return plain.check_step(step) + plain.check_mid(step) + plain.check_state_in_mid(step.mid) + _rows(step, books)
+
+
+def _round_laws(turn: views.Round, failed: bool, names: set[str], books: _Books) -> list[Law]:
+    broken = plain.check_state(turn.after) + books.tables(turn.after, names)
+    if failed:
+        return broken + ([] if nothing_lost(turn) else [BY_ID["N1"]])
+    return broken + plain.check_round(turn)
+
+
+def _rows(step: views.Step, books: _Books) -> list[Law]:
     """The laws on ids of a step.  Most lines only decode: then one walk over the rows sees that all is right."""
+    plan = step.plan
+    if books.lanes.by_name and GHOST in step.given:  # its rows have been looked at
+        plan = replace(plan, num_decode_tokens=plan.num_decode_tokens - step.given[GHOST])
+        step = step._replace(plan=plan, served=tuple([v for v in step.served if v.was.request_id != GHOST]))
     if not books.in_full and _only_decodes(step, plan, books):
         return _moves_and_totals(step)
     return _ids_step(step) + _exclusive(plan, books)
