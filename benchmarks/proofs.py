@@ -60,17 +60,24 @@ def any_size(running: int, swapped: int, waiting: int) -> Proof:
     return Proof("schedule(), any block size, any n", f"{running}/{swapped}/{waiting}", make)
 
 
-def by_formulas(running: int, swapped: int, waiting: int) -> Proof:
-    """schedule() with the production formulas: blocks of 16, two branches each."""
+def every_fork(
+    prove: Callable[[Shape], Report], running: int, swapped: int, waiting: int, n: int, size: int
+) -> Callable[[bool], Report]:
+    """A proof with the production formulas, n branches each, for every number of groups that can have forked."""
 
     def make(chunked: bool) -> Report:
         groups, report = running + swapped + waiting, Report()
         for forked in steps.forked_counts(running, swapped, waiting):
-            shape = Shape(running, swapped, waiting, chunked, None, forked, ((2, 2),) * groups, 16)
-            report.absorb(steps.prove_schedule(shape))
+            report.absorb(prove(Shape(running, swapped, waiting, chunked, None, forked, ((n, n),) * groups, size)))
         return report
 
-    return Proof("schedule(), blocks of 16, n=2", f"{running}/{swapped}/{waiting}", make)
+    return make
+
+
+def by_formulas(*shape: int) -> Proof:
+    """schedule() with the production formulas: blocks of 16, two branches each."""
+    make = every_fork(steps.prove_schedule, *shape, n=2, size=16)
+    return Proof("schedule(), blocks of 16, n=2", "/".join(map(str, shape)), make)
 
 
 def turn(running: int, swapped: int, waiting: int) -> Proof:
@@ -86,17 +93,10 @@ def turn(running: int, swapped: int, waiting: int) -> Proof:
     return Proof("update(), one group's turn, n=2", f"{running}/{swapped}/{waiting}", make)
 
 
-def whole_step(running: int, swapped: int, waiting: int) -> Proof:
+def whole_step(*shape: int) -> Proof:
     """schedule() and update() in one run, blocks of 4, one branch each."""
-
-    def make(chunked: bool) -> Report:
-        groups, report = running + swapped + waiting, Report()
-        for forked in steps.forked_counts(running, swapped, waiting):
-            shape = Shape(running, swapped, waiting, chunked, None, forked, ((1, 1),) * groups, 4)
-            report.absorb(steps.prove_step(shape))
-        return report
-
-    return Proof("a whole step in one run, blocks of 4, n=1", f"{running}/{swapped}/{waiting}", make)
+    make = every_fork(steps.prove_step, *shape, n=1, size=4)
+    return Proof("a whole step in one run, blocks of 4, n=1", "/".join(map(str, shape)), make)
 
 
 PROOFS = (

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from engine.outputs import CompletionOutput, RequestOutput
     from engine.sampling import SamplingParams
 
-# OpenMP threads that wait for each other spin by default, which on a machine with other work costs many times the time
-# of the work itself; on an idle one, passive waiting makes the engine about a fifth slower (54 against 68 tokens/s at
-# 16 requests, two cores).  Spinning for a bounded time (GOMP_SPINCOUNT) is the worse of both: on two busy cores a
-# parallel sum of 70,000 numbers took 21 us at the median passively, 88 with a count of 1,000, 747 with 10,000.  Who has
-# a machine to himself sets OMP_WAIT_POLICY=ACTIVE.  Read by the runtime when torch loads.
+# OpenMP threads that wait for each other spin by default, which on a machine with other work costs many times the
+# time of the work itself; on an idle one, passive waiting made the engine a fifth slower once (54 against 68 tokens/s
+# at 16 requests, two cores), and no slower when measured again (docs/performance.md).  Spinning for a bounded time
+# (GOMP_SPINCOUNT) is the worse of both: on two busy cores a parallel sum of 70,000 numbers took 21 us at the median
+# passively, 88 with a count of 1,000, 747 with 10,000.  Who has a machine to himself sets OMP_WAIT_POLICY=ACTIVE.
+# Read by the runtime when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # oneDNN keeps code for every number of rows it has met, by default for 1024 shapes: a server's memory would grow for

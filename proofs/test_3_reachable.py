@@ -211,12 +211,15 @@ def test_a_field_that_the_key_does_not_know_is_refused() -> None:
         Codec(lambda: Remembers(config), new_group)
 
 
-def test_a_counter_of_a_policy_of_ones_own_is_kept_in_the_key() -> None:
-    class Counts(Scheduler):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.turn = 0
+class Counts(Scheduler):
+    """A policy with a field of its own."""
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.turn = 0
+
+
+def test_a_counter_of_a_policy_of_ones_own_is_kept_in_the_key() -> None:
     config = SMALL["chunked-n2-cpu4"].world.config
     codec = Codec(lambda: Counts(config), new_group)
     s = Counts(config)
@@ -236,11 +239,6 @@ def test_the_shortest_run_to_a_state_can_be_asked_for() -> None:
 
 
 def test_a_field_of_a_policy_that_grows_too_large_is_named() -> None:
-    class Counts(Scheduler):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.turn = 0
-
     config = SMALL["chunked-n2-cpu4"].world.config
     codec = Codec(lambda: Counts(config), new_group)
     for value in (256, -1, None):
